@@ -1,0 +1,351 @@
+"""What a loaded partition is taken apart into: triplets, utterances, batches, windows, or nothing.
+
+A form turns each partition into *blocks*, iterators over items whose steps run in C: between two frames there is no
+Python code but the consumer's own. ``pace.size`` says how many items the next block may have.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice, repeat
+from operator import getitem
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncfeed.engine.loaded import Array, LoadedPartition, Rows
+from asyncfeed.errors import ArgumentError, ShapeError
+from asyncfeed.planning.plan import Cut
+
+__all__ = ["Batch", "Batches", "Form", "Pace", "Partitions", "Triplet", "Triplets", "Utterances", "Window", "Windows"]
+
+Item = TypeVar("Item")
+Triplet: TypeAlias = tuple[str, int, Any]
+Kinds: TypeAlias = list[tuple[np.dtype[Any], tuple[int, ...]]]
+
+TABLES_NBYTES = 8
+"""Per unit of a shuffled partition: its place in the order and its owner, int32 each."""
+
+
+class Pace:
+    """How many items a block has: as many as a loop gets through in a few milliseconds.
+
+    After each block an event loop gets its turn, so blocks must not last; yet each costs some microseconds to make.
+    """
+
+    SMALLEST, LARGEST = 16, 8192
+    SHORT, LONG = 0.004, 0.010
+    """Seconds: blocks that last less are doubled, those that last longer are halved."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: int = 256) -> None:
+        self.size = size
+
+    def lasted(self, seconds: float) -> None:
+        """Adapt to how long the last block took."""
+        if seconds < self.SHORT:
+            self.size = min(self.size * 2, self.LARGEST)
+        elif seconds > self.LONG:
+            self.size = max(self.size // 2, self.SMALLEST)
+
+
+class Form(ABC, Generic[Item]):
+    """One way to iterate over a feed. Holds the state of one epoch, where it has any."""
+
+    def __init__(self, *, shuffle: bool) -> None:
+        self.shuffle = shuffle
+
+    @property
+    @abstractmethod
+    def cut(self) -> Cut:
+        """How utterances may be taken apart."""
+
+    @abstractmethod
+    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[Item]]:
+        """The items of a partition. Keeps no reference to it afterwards."""
+
+    def rest(self) -> Iterator[Iterable[Item]]:
+        """What is left after the last partition."""
+        return iter(())
+
+    @abstractmethod
+    def count(self, lengths: NDArray[np.int64]) -> int:
+        """Items that utterances of these lengths give."""
+
+
+class Triplets(Form[Triplet]):
+    """``(utt, index, frame)``: the id, the number of the frame in its utterance, and a view of it."""
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(unit_nbytes=TABLES_NBYTES if self.shuffle else 0)
+
+    def count(self, lengths: NDArray[np.int64]) -> int:
+        return int(lengths.sum())
+
+    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[Triplet]]:
+        return self._shuffled(partition, pace) if self.shuffle else self._in_order(partition, pace)
+
+    def _in_order(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[Triplet]]:
+        lengths, starts = partition.lengths.tolist(), partition.starts.tolist()
+        stops = map(int.__add__, starts, lengths)
+        triplets = zip(
+            chain.from_iterable(map(repeat, partition.ids, lengths)),
+            chain.from_iterable(map(range, starts, stops)),
+            _all_frames(partition),
+            strict=False,
+        )
+        left = partition.num_frames
+        while left > 0:
+            size = pace.size
+            yield islice(triplets, size)
+            left -= size
+
+    def _shuffled(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[Triplet]]:
+        ids = np.array(partition.ids, object)
+        first = np.cumsum(partition.lengths) - partition.lengths  # row of every utterance's first frame
+        to_index = partition.starts - first
+        frames = _FrameGetter(partition, first)
+        done, total = 0, partition.order.size
+        while done < total:
+            rows = partition.order[done : done + pace.size]
+            owners = partition.owners[rows]
+            indices = rows + to_index[owners]
+            yield zip(ids[owners].tolist(), indices.tolist(), frames.pick(rows, owners), strict=False)
+            done += rows.size
+
+
+def _all_frames(partition: LoadedPartition) -> Iterator[Any]:
+    """Every frame of a partition, in order."""
+    columns: list[Iterator[Any]] = []
+    for field in partition.fields:
+        rows = field.rows
+        columns.append(iter(rows) if rows is not None else chain.from_iterable(field.arrays))
+    return _named(partition, columns)
+
+
+def _named(partition: LoadedPartition, columns: list[Iterator[Any]]) -> Iterator[Any]:
+    """Iterate over one field as it is, over several as dicts."""
+    if partition.names is None:
+        return columns[0]
+    return map(dict, map(zip, repeat(partition.names), zip(*columns, strict=False)))
+
+
+class _FrameGetter:
+    """Frames at given rows of a partition, whether its utterances are alike or not."""
+
+    def __init__(self, partition: LoadedPartition, first: NDArray[np.int64]) -> None:
+        self.partition, self.first = partition, first
+
+    def pick(self, rows: NDArray[np.int32], owners: NDArray[np.int32]) -> Iterator[Any]:
+        listed = rows.tolist()
+        columns: list[Iterator[Any]] = []
+        for field in self.partition.fields:
+            together = field.rows
+            if together is not None:
+                columns.append(map(together.__getitem__, listed))
+            else:
+                arrays = map(field.arrays.__getitem__, owners.tolist())
+                columns.append(map(getitem, arrays, (rows - self.first[owners]).tolist()))
+        return _named(self.partition, columns)
+
+
+class Utterances(Form[tuple[str, Rows]]):
+    """``(utt, array)``: whole utterances."""
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(whole=True)
+
+    def count(self, lengths: NDArray[np.int64]) -> int:
+        return lengths.size
+
+    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[tuple[str, Rows]]]:
+        utterances = zip(partition.ids, partition.arrays, strict=True)
+        left = len(partition)
+        while left > 0:
+            size = pace.size
+            yield islice(utterances, size)
+            left -= size
+
+
+class Partitions(Form[LoadedPartition]):
+    """Whole partitions, as they are."""
+
+    @property
+    def cut(self) -> Cut:
+        return Cut()
+
+    def count(self, lengths: NDArray[np.int64]) -> int:
+        raise TypeError("how many partitions there are is in feed.plan")
+
+    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[LoadedPartition]]:
+        yield (partition,)
+
+
+class Window(NamedTuple):
+    """Consecutive frames of one utterance."""
+
+    utt: str
+    start: int
+    """Number of the first frame in its utterance."""
+    length: int
+    """Frames that are real; less than ``len(frames)`` if the end of the utterance was padded with zeros."""
+    frames: Rows
+    """``(window length, *frame shape)``; a view, or a copy if it was padded."""
+
+
+class Windows(Form[Window]):
+    """`Window` after `Window`: ``length`` frames, every ``hop`` frames, shuffled within the partition or in order.
+
+    Without ``pad`` only complete windows count. With it, the last window of an utterance is filled up with zeros, so
+    that every frame is in some window.
+    """
+
+    def __init__(self, length: int, hop: int | None, pad: bool, *, shuffle: bool) -> None:
+        super().__init__(shuffle=shuffle)
+        hop = length if hop is None else hop
+        if length < 1 or hop < 1:
+            raise ArgumentError(
+                f"windows of length={length} every hop={hop} frames make no sense; both must be positive"
+            )
+        self.length, self.hop, self.pad = length, hop, pad
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.length, self.hop, self.pad, unit_nbytes=TABLES_NBYTES if self.shuffle else 0)
+
+    def count(self, lengths: NDArray[np.int64]) -> int:
+        return int(self.cut.count(lengths).sum())
+
+    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[Window]]:
+        counts = self.cut.count(partition.lengths)
+        first = np.cumsum(counts) - counts  # number of every utterance's first window
+        total, done = int(counts.sum()), 0
+        owner_of = partition.owners if self.shuffle else np.repeat(np.arange(counts.size), counts)
+        while done < total:
+            stop = min(done + pace.size, total)
+            units = partition.order[done:stop] if self.shuffle else np.arange(done, stop)
+            owners = owner_of[units]
+            starts = (units - first[owners]) * self.hop
+            yield map(self._window, repeat(partition), owners.tolist(), starts.tolist())
+            done = stop
+
+    def _window(self, partition: LoadedPartition, owner: int, start: int) -> Window:
+        length = min(self.length, int(partition.lengths[owner]) - start)
+        columns = [self._padded(field.arrays[owner][start : start + length]) for field in partition.fields]
+        frames = columns[0] if partition.names is None else dict(zip(partition.names, columns, strict=True))
+        return Window(partition.ids[owner], int(partition.starts[owner]) + start, length, frames)
+
+    def _padded(self, frames: Array) -> Array:
+        if len(frames) == self.length:
+            return frames
+        padded = np.zeros((self.length, *frames.shape[1:]), frames.dtype)
+        padded[: len(frames)] = frames
+        return padded
+
+
+class Batch(NamedTuple):
+    """Frames gathered into one array."""
+
+    utts: list[str]
+    """The utterance of every frame."""
+    indices: NDArray[np.int64]
+    """Its number in that utterance."""
+    frames: Rows
+    """``(batch size, *frame shape)``; always a copy of its own, that may be kept."""
+
+
+class _Gathering:
+    """A batch in the making, for as long as partitions end within it."""
+
+    def __init__(self, size: int, columns: list[Array]) -> None:
+        self.utts: list[str] = []
+        self.indices = np.empty(size, np.int64)
+        self.columns = [np.empty((size, *rows.shape[1:]), rows.dtype) for rows in columns]
+
+    def add(self, utts: list[str], indices: NDArray[np.int64], columns: list[Array], units: Array) -> None:
+        span = slice(len(self.utts), len(self.utts) + len(utts))
+        self.indices[span] = indices
+        for mine, rows in zip(self.columns, columns, strict=True):
+            mine[span] = rows[units]
+        self.utts += utts
+
+    def batch(self, names: tuple[str, ...] | None) -> Batch:
+        filled = len(self.utts)
+        columns = [column[:filled] for column in self.columns]
+        return _batch(self.utts, self.indices[:filled], columns, names)
+
+
+class Batches(Form[Batch]):
+    """`Batch` after `Batch` of exactly ``size`` frames, over the ends of partitions; only the last may be smaller."""
+
+    def __init__(self, size: int, drop_last: bool, *, shuffle: bool) -> None:
+        super().__init__(shuffle=shuffle)
+        if size < 1:
+            raise ArgumentError(f"batches of {size} frames make no sense; give at least 1")
+        self.size, self.drop_last = size, drop_last
+        self._gathering: _Gathering | None = None
+        self._names: tuple[str, ...] | None = None
+        self._like: tuple[str, Kinds] | None = None
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(unit_nbytes=TABLES_NBYTES if self.shuffle else 0)
+
+    def count(self, lengths: NDArray[np.int64]) -> int:
+        frames = int(lengths.sum())
+        return frames // self.size if self.drop_last else -(-frames // self.size)
+
+    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[Batch]]:
+        total, done = partition.num_frames, 0
+        if not total:
+            return
+        columns = [partition.uniform(field) for field in partition.fields]
+        self._check(partition, columns)
+        ids = np.array(partition.ids, object)
+        ends = np.cumsum(partition.lengths)
+        to_index = partition.starts - (ends - partition.lengths)
+        while done < total:
+            missing = self.size - len(self._gathering.utts) if self._gathering else self.size
+            stop = min(done + missing, total)
+            units: NDArray[Any] = partition.order[done:stop] if self.shuffle else np.arange(done, stop)
+            owners = partition.owners[units] if self.shuffle else np.searchsorted(ends, units, side="right")
+            utts, indices = ids[owners].tolist(), units.astype(np.int64) + to_index[owners]
+            done = stop
+            if len(utts) == self.size:
+                yield (_batch(utts, indices, [rows.take(units, axis=0) for rows in columns], partition.names),)
+                continue
+            gathering = self._gathering = self._gathering or _Gathering(self.size, columns)
+            gathering.add(utts, indices, columns, units)
+            if len(gathering.utts) == self.size:
+                self._gathering = None
+                yield (gathering.batch(partition.names),)
+
+    def rest(self) -> Iterator[Iterable[Batch]]:
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None and not self.drop_last:
+            yield (gathering.batch(self._names),)
+
+    def _check(self, partition: LoadedPartition, columns: list[Array]) -> None:
+        """Raise `ShapeError` if frames of this partition do not fit those of the ones before."""
+        self._names = partition.names
+        kinds = [(rows.dtype, rows.shape[1:]) for rows in columns]
+        if self._like is None:
+            self._like = (partition.ids[0], kinds)
+        elif self._like[1] != kinds:
+            raise ShapeError(
+                f"utterance {partition.ids[0]!r} has frames of {_show(kinds)}, but {self._like[0]!r} has "
+                f"{_show(self._like[1])}; one batch cannot hold both: leave one sort out with excludes="
+            )
+
+
+def _batch(utts: list[str], indices: NDArray[np.int64], columns: list[Array], names: tuple[str, ...] | None) -> Batch:
+    return Batch(utts, indices, columns[0] if names is None else dict(zip(names, columns, strict=True)))
+
+
+def _show(kinds: Kinds) -> str:
+    return " and ".join(f"{dtype} {shape}" for dtype, shape in kinds)

@@ -1,0 +1,124 @@
+"""Fill a segment with a partition, each dataset in the fastest way that is right for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from asyncfeed.engine.loaded import Array, LoadedPartition
+from asyncfeed.planning.catalog import Access, Catalog
+from asyncfeed.planning.coalesce import Reads, coalesce
+from asyncfeed.planning.placement import FieldPlacement, Placement, place
+from asyncfeed.planning.plan import Partition, Plan
+from asyncfeed.storage.direct import DirectReader
+from asyncfeed.storage.files import Descriptors
+from asyncfeed.storage.hdf5 import HDF5Reader
+from asyncfeed.storage.library import Library
+from asyncfeed.storage.source import Key
+
+__all__ = ["Loader"]
+
+
+class Loader:
+    """Loads partitions. Made, used and closed by one reader thread.
+
+    Args:
+        library: what is where.
+        stopped: true once nobody wants the rest; loading then ends early, with undefined contents.
+    """
+
+    def __init__(self, library: Library, stopped: Callable[[], bool]) -> None:
+        self.library, self.stopped = library, stopped
+        self.descriptors = Descriptors(library.files, library.handles)
+        self.direct = DirectReader(self.descriptors, stopped)
+        self.hdf5 = HDF5Reader(library.files, library.handles)
+        self.in_hdf5 = False
+        """Whether this thread is inside the HDF5 library, or about to be."""
+
+    def load(self, plan: Plan, partition: Partition, anchor: Array) -> LoadedPartition:
+        """Read a partition of a plan into the memory of ``anchor`` and return the views of it."""
+        corpus = self.library.corpus
+        placement = place(partition, corpus, plan.cut)
+        self._read_directly(partition, placement, anchor)
+        for catalog, placed in zip(corpus.catalogs, placement.fields, strict=True):
+            self.in_hdf5 = True
+            self._read_through_hdf5(partition, catalog, placed, anchor)
+            self.in_hdf5 = False
+            _make_native(partition, catalog, placed, anchor)
+        loaded = LoadedPartition(partition, corpus, placement, anchor)
+        if placement.num_units:
+            _shuffle(plan, partition, placement, anchor)
+        return loaded
+
+    def close(self) -> None:
+        """Close all files."""
+        self.descriptors.close()
+        self.in_hdf5 = True
+        self.hdf5.close()
+        self.in_hdf5 = False
+
+    def _read_directly(self, partition: Partition, placement: Placement, anchor: Array) -> None:
+        corpus = self.library.corpus
+        found = [
+            _direct_reads(partition, catalog, placed)
+            for catalog, placed in zip(corpus.catalogs, placement.fields, strict=True)
+        ]
+        columns = zip(*found, strict=True)
+        reads = Reads(*(parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in columns))
+        if reads.file.size:
+            self.direct.read(coalesce(reads), anchor, lambda k: corpus.ids[int(partition.utts[k])])
+
+    def _read_through_hdf5(self, partition: Partition, catalog: Catalog, placed: FieldPlacement, anchor: Array) -> None:
+        others = np.flatnonzero((catalog.access[partition.utts] != Access.DIRECT) & (placed.nbytes > 0))
+        if not others.size:
+            return
+        key, lengths = Key(catalog.key), partition.lengths
+        file = catalog.file[partition.utts]
+        others = others[np.lexsort((partition.utts[others], file[others]))]
+        for k in others.tolist():
+            if self.stopped():
+                return
+            row = int(partition.utts[k])
+            kind = catalog.kinds[catalog.kind[row]]
+            start = int(placed.begin[k])
+            out = anchor[start : start + int(placed.nbytes[k])].view(kind.dtype)
+            out = out.reshape(int(lengths[k]), *kind.shape)
+            cut = len(out) != catalog.length[row]
+            self.hdf5.read(int(file[k]), key.path(catalog.ids[row]), int(partition.starts[k]), out, cut=cut)
+        for number in np.unique(file[others]).tolist():
+            self.hdf5.check(number)
+
+
+def _shuffle(plan: Plan, partition: Partition, placement: Placement, anchor: Array) -> None:
+    """Write the tables of a shuffled order into the segment: which unit comes when, and whose each unit is."""
+    order, owners = placement.tables_of(anchor)
+    order[:] = np.arange(order.size, dtype=np.int32)
+    plan.draws(partition).shuffle(order)
+    counts = plan.cut.count(partition.lengths)
+    owners[:] = np.repeat(np.arange(counts.size, dtype=np.int32), counts)
+
+
+def _direct_reads(partition: Partition, catalog: Catalog, placed: FieldPlacement) -> tuple[Array, ...]:
+    """The columns of `Reads` for one field."""
+    access = catalog.access[partition.utts]
+    k = np.flatnonzero((access == Access.DIRECT) & (placed.nbytes > 0))
+    utts = partition.utts[k]
+    frame_nbytes = placed.nbytes[k] // np.maximum(partition.lengths[k], 1)
+    offset = catalog.offset[utts] + partition.starts[k] * frame_nbytes
+    return catalog.file[utts], offset, placed.nbytes[k], placed.begin[k], k
+
+
+def _make_native(partition: Partition, catalog: Catalog, placed: FieldPlacement, anchor: Array) -> None:
+    """Swap the bytes of what is stored in the other byte order, in place."""
+    swapped = catalog.swapped[partition.utts]
+    if not swapped.any():
+        return
+    if swapped.all() and placed.kind is not None:
+        start = int(placed.begin[0])
+        anchor[start : start + int(placed.nbytes.sum())].view(placed.kind.dtype).byteswap(inplace=True)
+        return
+    for k in np.flatnonzero(swapped).tolist():
+        dtype = catalog.kinds[catalog.kind[partition.utts[k]]].dtype
+        start = int(placed.begin[k])
+        anchor[start : start + int(placed.nbytes[k])].view(dtype).byteswap(inplace=True)

@@ -1,0 +1,107 @@
+"""What a feed was asked to do: checked, complete, and picklable."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncfeed.errors import ArgumentError
+from asyncfeed.memory.budget import MemoryBudget
+from asyncfeed.storage.source import AnySource
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The arguments of a `Feed`, as documented there."""
+
+    source: AnySource
+    memory_budget: int | str | MemoryBudget
+    shuffle: bool
+    seed: int
+    includes: Collection[str] | None
+    excludes: Collection[str] | None
+    prefetch: int
+    rank: int
+    world_size: int
+    unreadable: Literal["raise", "skip"]
+    index: Literal["auto", "off"]
+
+    @classmethod
+    def checked(
+        cls,
+        source: AnySource,
+        *,
+        memory_budget: int | str | MemoryBudget,
+        shuffle: bool,
+        seed: int,
+        includes: Collection[str] | None,
+        excludes: Collection[str] | None,
+        prefetch: int,
+        rank: int | None,
+        world_size: int | None,
+        unreadable: Literal["raise", "skip"],
+        index: Literal["auto", "off"],
+    ) -> Settings:
+        """Check every argument that can be checked without looking at a file.
+
+        Raises:
+            ArgumentError: one has no meaning; the message names it.
+        """
+        if (rank is None) != (world_size is None):
+            raise ArgumentError(
+                f"rank={rank} and world_size={world_size}: give both, or neither to take them from RANK and WORLD_SIZE"
+            )
+        rank = _whole("rank", _from_environment("RANK", 0) if rank is None else rank)
+        world_size = _whole("world_size", _from_environment("WORLD_SIZE", 1) if world_size is None else world_size, 1)
+        if rank >= world_size:
+            raise ArgumentError(f"rank={rank} is not below world_size={world_size}; ranks count from 0")
+        if not isinstance(shuffle, bool):
+            raise ArgumentError(f"shuffle={shuffle!r} is neither True nor False")
+        for name, value in (("includes", includes), ("excludes", excludes)):
+            if isinstance(value, str | bytes):
+                raise ArgumentError(f"{name}={value!r} is one string; pass a list of utterance ids: {name}=[{value!r}]")
+        _one_of("unreadable", unreadable, ("raise", "skip"))
+        _one_of("index", index, ("auto", "off"))
+        return cls(
+            source=source,
+            memory_budget=memory_budget,
+            shuffle=shuffle,
+            seed=_whole("seed", seed),
+            includes=None if includes is None else frozenset(includes),
+            excludes=None if excludes is None else frozenset(excludes),
+            prefetch=_whole("prefetch", prefetch, 1),
+            rank=rank,
+            world_size=world_size,
+            unreadable=unreadable,
+            index=index,
+        )
+
+
+def _whole(name: str, value: object, least: int = 0) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentError(f"{name}={value!r} is not a whole number") from None
+    if number < least:
+        raise ArgumentError(f"{name}={number} must be at least {least}")
+    return number
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ArgumentError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+
+
+def _from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentError(f"the environment variable {name}={text!r} is not a whole number") from None

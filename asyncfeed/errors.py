@@ -1,0 +1,124 @@
+"""Everything that asyncfeed raises.
+
+    AsyncFeedError
+    ├── StorageError                 what the weather did: a file, a disk, another process
+    │   ├── SourceMissingError           (FileNotFoundError) no such file, or a pattern that matches none
+    │   ├── SourceAccessError            (PermissionError) the file may not be read
+    │   ├── NotHDF5Error                 a directory, an empty file, another format
+    │   ├── DamagedFileError             truncated, or its metadata do not hold together
+    │   ├── LockedFileError              another process has it open for writing
+    │   ├── ChangedFileError             it changed while the feed was open
+    │   ├── UnreadableDatasetError       an utterance that cannot be a sequence of numeric frames
+    │   ├── FieldMismatchError           fields that do not fit each other
+    │   └── ReadError                    reading a partition failed midway
+    ├── BudgetError                  (MemoryError) the memory there is does not suffice
+    └── UsageError                   what the caller did
+        ├── ArgumentError                (ValueError) an argument that has no meaning
+        ├── ShapeError                   (ValueError) frames of different shapes asked for as one array
+        ├── ClosedError                  used after close
+        ├── ConsumerError                two consumers where there can be one
+        └── ForkError                    made in another process
+
+A message says what was found, what was wanted, and what to do. The library's own exceptions (h5py, the
+operating system) are kept as ``__cause__``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentError",
+    "AsyncFeedError",
+    "BudgetError",
+    "ChangedFileError",
+    "ClosedError",
+    "ConsumerError",
+    "DamagedFileError",
+    "FieldMismatchError",
+    "ForkError",
+    "LockedFileError",
+    "NotHDF5Error",
+    "ReadError",
+    "ShapeError",
+    "SourceAccessError",
+    "SourceMissingError",
+    "StorageError",
+    "UnreadableDatasetError",
+    "UsageError",
+]
+
+
+class AsyncFeedError(Exception):
+    """The root of all errors that asyncfeed raises on purpose."""
+
+
+class StorageError(AsyncFeedError):
+    """Something outside the program is not as it was expected: a file, a disk, another process."""
+
+
+class SourceMissingError(StorageError, FileNotFoundError):
+    """There is no such file, or a pattern matches none."""
+
+    # OSError would show its arguments as "[Errno ...]"; these carry one finished sentence.
+    __str__ = Exception.__str__
+
+
+class SourceAccessError(StorageError, PermissionError):
+    """The file exists but may not be read."""
+
+    __str__ = Exception.__str__
+
+
+class NotHDF5Error(StorageError):
+    """The path holds something else than an HDF5 file."""
+
+
+class DamagedFileError(StorageError):
+    """The file begins like HDF5 but is truncated or inconsistent."""
+
+
+class LockedFileError(StorageError):
+    """Another process holds the file open for writing, or the file system cannot lock."""
+
+
+class ChangedFileError(StorageError):
+    """The file is not the one that was catalogued: it changed while the feed was open."""
+
+
+class UnreadableDatasetError(StorageError):
+    """One or more datasets cannot be streamed as numeric frames. ``unreadable="skip"`` leaves them out."""
+
+
+class FieldMismatchError(StorageError):
+    """Fields that are streamed side by side disagree about an utterance."""
+
+
+class ReadError(StorageError):
+    """Reading a partition failed midway. All frames of the partitions before it were delivered."""
+
+
+class BudgetError(AsyncFeedError, MemoryError):
+    """The memory budget, or the memory that may be used, does not suffice."""
+
+
+class UsageError(AsyncFeedError):
+    """The call cannot be carried out in this state, or makes no sense."""
+
+
+class ArgumentError(UsageError, ValueError):
+    """An argument has no meaning."""
+
+
+class ShapeError(UsageError, ValueError):
+    """Frames of different shapes or dtypes were asked for as one array."""
+
+
+class ClosedError(UsageError):
+    """The feed is closed."""
+
+
+class ConsumerError(UsageError):
+    """Two consumers share one iterator, or an iterator was replaced by a newer one."""
+
+
+class ForkError(UsageError):
+    """The object was made in another process; after a fork it has no reader thread."""

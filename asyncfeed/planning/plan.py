@@ -1,0 +1,291 @@
+"""Which utterances are in memory together, and in which order: pure data, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncfeed.errors import BudgetError
+from asyncfeed.planning.corpus import Corpus
+from asyncfeed.planning.draws import Purpose, generator
+from asyncfeed.units import MIB, PAGE_NBYTES, format_nbytes
+
+__all__ = ["ALIGNMENT", "Cut", "Partition", "Plan", "make_plan", "needed_nbytes", "share_of_rank"]
+
+ALIGNMENT = 64
+"""Arrays in a segment start at multiples of this: a cache line, and what vector instructions like."""
+
+FIRST_PARTITION_NBYTES = 16 * MIB
+"""The first partition is this small and every next one twice as large, so that the first frame comes early."""
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What an iteration form takes utterances apart into: units of ``length`` frames that start every ``hop`` frames.
+
+    Triplets and batches take single frames; windows take windows. An utterance larger than a partition is cut
+    between units, so that no unit is lost, doubled or torn.
+    """
+
+    length: int = 1
+    hop: int = 1
+    pad: bool = False
+    """Whether a last, incomplete unit counts."""
+    whole: bool = False
+    """Utterances may not be cut at all."""
+    unit_nbytes: int = 0
+    """Bytes that the form keeps per unit beside the frames: its part in the tables of a shuffled order."""
+
+    def count(self, lengths: Integers) -> Integers:
+        """Units in utterances of these lengths."""
+        beyond = np.maximum(lengths - self.length, 0)
+        if self.pad:
+            return np.where(lengths > 0, -(-beyond // self.hop) + 1, 0)
+        return np.where(lengths >= self.length, beyond // self.hop + 1, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """Slices of utterances that are in memory together. Row k of each array describes slice k."""
+
+    number: int
+    utts: Integers
+    """Rows of the corpus."""
+    starts: Integers
+    """First frame of each slice; 0 unless the utterance had to be cut."""
+    stops: Integers
+    """One past its last frame."""
+    nbytes: int
+    """Bytes of memory it takes, tables and alignment included: an upper bound."""
+
+    def __len__(self) -> int:
+        return self.utts.size
+
+    @property
+    def lengths(self) -> Integers:
+        """Frames of each slice."""
+        return self.stops - self.starts
+
+    def __repr__(self) -> str:
+        return f"Partition({self.number}: {len(self)} utterances, {self.lengths.sum()} frames, {format_nbytes(self.nbytes)})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan(Sequence[Partition]):
+    """One epoch on one rank: a sequence of partitions.
+
+    The order of the utterances depends on (seed, epoch, rank, world size) only; where partitions end depends on their
+    size as well, and never on the free memory of the moment.
+    """
+
+    utts: Integers
+    starts: Integers
+    stops: Integers
+    edges: Integers
+    """Partition i holds the slices ``edges[i]:edges[i + 1]``."""
+    sizes: Integers
+    """Bytes of every partition."""
+    partition_nbytes: int
+    """What no partition exceeds."""
+    shuffle: bool
+    seed: int
+    epoch: int
+    rank: int
+    world_size: int
+    cut: Cut
+
+    def __len__(self) -> int:
+        return self.sizes.size
+
+    @overload
+    def __getitem__(self, index: int) -> Partition: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Partition]: ...
+    def __getitem__(self, index: int | slice) -> Partition | list[Partition]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        part = slice(self.edges[number], self.edges[number + 1])
+        return Partition(number, self.utts[part], self.starts[part], self.stops[part], int(self.sizes[number]))
+
+    def __iter__(self) -> Iterator[Partition]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        mine, theirs = ((p.utts, p.starts, p.stops, p.edges, p.sizes) for p in (self, other))
+        same = all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        return same and self._settings() == other._settings()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _settings(self) -> tuple[object, ...]:
+        return (self.partition_nbytes, self.shuffle, self.seed, self.epoch, self.rank, self.world_size, self.cut)
+
+    @property
+    def num_utterances(self) -> int:
+        """Utterances of the epoch on this rank; one that was cut counts once."""
+        return int(np.count_nonzero(self.starts == 0))
+
+    @property
+    def num_frames(self) -> int:
+        """Frames loaded, those that overlapping cuts load twice included."""
+        return int((self.stops - self.starts).sum())
+
+    @property
+    def max_partition_nbytes(self) -> int:
+        """Bytes of the largest partition."""
+        return int(self.sizes.max(initial=0))
+
+    def draws(self, partition: Partition) -> np.random.Generator:
+        """The random stream that shuffles the units of a partition."""
+        return generator(self.seed, self.epoch, Purpose.FRAMES, partition.number)
+
+    def __str__(self) -> str:
+        order = f"shuffled with seed {self.seed}" if self.shuffle else "in file order"
+        ranks = f", rank {self.rank} of {self.world_size}" if self.world_size > 1 else ""
+        return (
+            f"epoch {self.epoch}{ranks}: {self.num_utterances} utterances, {self.num_frames} frames, {order}, in "
+            f"{len(self)} partitions of at most {format_nbytes(self.partition_nbytes)} "
+            f"(the largest takes {format_nbytes(self.max_partition_nbytes)})"
+        )
+
+
+def make_plan(
+    corpus: Corpus,
+    *,
+    partition_nbytes: int,
+    shuffle: bool = True,
+    seed: int = 0,
+    epoch: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    cut: Cut = Cut(),
+    segments: int = 2,
+) -> Plan:
+    """Plan one epoch: order the utterances, take this rank's share, pack them greedily into partitions.
+
+    Time and memory are linear in the number of utterances of the corpus, without a Python object per utterance.
+    ``segments`` is how many partitions the budget is divided into; only an error message needs it.
+
+    Raises:
+        BudgetError: an utterance (or a single unit of it, where it may be cut) is larger than a partition.
+        FieldMismatchError: utterances would have to be cut into frames, but their fields differ in length.
+    """
+    utts = share_of_rank(len(corpus), shuffle=shuffle, seed=seed, epoch=epoch, rank=rank, world_size=world_size)
+    room = partition_nbytes - ALIGNMENT * (len(corpus.fields) + 1)
+    lengths = (corpus.catalogs[0].length if cut.whole else corpus.lengths)[utts]
+    units = np.zeros_like(lengths) if cut.whole else cut.count(lengths)
+    charge = _charge(corpus)[utts] + units * cut.unit_nbytes
+    starts, stops = np.zeros_like(lengths), lengths
+    large = np.flatnonzero(charge > room)
+    if large.size:
+        if cut.whole:
+            row = int(utts[large[np.argmax(charge[large])]])
+            need = int(charge[large].max()) + partition_nbytes - room
+            raise _too_large(corpus, row, need, partition_nbytes, segments)
+        pieces = _cut(corpus, utts, lengths, units, large, room, cut, partition_nbytes, segments)
+        utts, starts, stops, charge = (pieces.utts, pieces.starts, pieces.stops, pieces.charge)
+    edges, sizes = _pack(charge, room, partition_nbytes)
+    return Plan(utts, starts, stops, edges, sizes, partition_nbytes, shuffle, seed, epoch, rank, world_size, cut)
+
+
+def share_of_rank(num_utterances: int, *, shuffle: bool, seed: int, epoch: int, rank: int, world_size: int) -> Integers:
+    """The utterances of an epoch on one rank, in order: every ``world_size``-th of the order that all ranks agree on."""
+    utts = np.arange(num_utterances, dtype=np.int64)
+    if shuffle:
+        generator(seed, epoch, Purpose.UTTERANCES).shuffle(utts)
+    return utts[rank::world_size]
+
+
+def needed_nbytes(corpus: Corpus, unit_nbytes: int) -> int:
+    """Bytes of a single partition that holds the whole corpus, with ``unit_nbytes`` of tables per frame."""
+    frames = int(corpus.catalogs[0].length.sum())
+    return int(_charge(corpus).sum()) + frames * unit_nbytes + ALIGNMENT * (len(corpus.fields) + 1)
+
+
+def _charge(corpus: Corpus) -> Integers:
+    """Bytes that every utterance takes in a segment: packed where all are alike, else aligned one by one."""
+    if not corpus.mixed:
+        return corpus.nbytes
+    return sum((_aligned(c.nbytes) for c in corpus.catalogs), np.zeros(len(corpus), np.int64))
+
+
+def _aligned(nbytes: Integers) -> Integers:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    utts: Integers
+    starts: Integers
+    stops: Integers
+    charge: Integers
+
+
+def _cut(
+    corpus: Corpus,
+    utts: Integers,
+    lengths: Integers,
+    units: Integers,
+    large: Integers,
+    room: int,
+    cut: Cut,
+    partition_nbytes: int,
+    segments: int,
+) -> _Pieces:
+    """Cut the ``large`` utterances into pieces of as many units as fit; the others stay one piece."""
+    frame_nbytes = corpus.frame_nbytes[utts]
+    slack = ALIGNMENT * len(corpus.fields) if corpus.mixed else 0
+    fixed = (cut.length - cut.hop) * frame_nbytes[large] + slack  # a piece of m units takes m * per_unit + fixed
+    per_unit = cut.hop * frame_nbytes[large] + cut.unit_nbytes
+    fitting = (room - fixed) // np.maximum(per_unit, 1)
+    if fitting.min() < 1:
+        row = int(np.argmin(fitting))
+        need = int(per_unit[row] + fixed[row]) + partition_nbytes - room
+        raise _too_large(corpus, int(utts[large[row]]), need, partition_nbytes, segments, of="one frame of ")
+    per_piece = np.maximum(units, 1)
+    per_piece[large] = fitting
+    counts = np.maximum(-(-units // per_piece), 1)
+    rows = np.repeat(np.arange(utts.size), counts)
+    nth = np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = nth * per_piece[rows] * cut.hop
+    last = nth == counts[rows] - 1
+    stops = np.minimum(starts + (per_piece[rows] - 1) * cut.hop + cut.length, lengths[rows])
+    stops[last] = lengths[rows][last]
+    loaded = np.where(last, units[rows] - nth * per_piece[rows], per_piece[rows])
+    charge = (stops - starts) * frame_nbytes[rows] + loaded * cut.unit_nbytes
+    whole = counts[rows] == 1
+    charge[whole] = _charge(corpus)[utts[rows[whole]]] + units[rows[whole]] * cut.unit_nbytes
+    charge[~whole] += slack
+    return _Pieces(utts[rows], starts, stops, charge)
+
+
+def _pack(charge: Integers, room: int, partition_nbytes: int) -> tuple[Integers, Integers]:
+    """Partition edges by next-fit: each partition takes slices until the next one would not fit."""
+    total = np.concatenate(([0], np.cumsum(charge)))
+    edges, limit = [0], FIRST_PARTITION_NBYTES
+    while edges[-1] < charge.size:
+        first = edges[-1]
+        last = int(np.searchsorted(total, total[first] + min(limit, room), side="right")) - 1
+        edges.append(max(last, first + 1))
+        limit *= 2
+    inner = np.array(edges, np.int64)
+    return inner, np.diff(total[inner]) + (partition_nbytes - room)
+
+
+def _too_large(corpus: Corpus, row: int, need: int, partition_nbytes: int, segments: int, of: str = "") -> BudgetError:
+    need = -(-need // PAGE_NBYTES) * PAGE_NBYTES
+    budget, had = need * segments, partition_nbytes * segments
+    return BudgetError(
+        f"{of}utterance {corpus.ids[row]!r} takes {need} bytes in a partition, and a budget of {had} bytes "
+        f"({format_nbytes(had)}) for {segments} partitions (prefetch + 1) gives each {partition_nbytes}; "
+        f"the smallest sufficient budget is memory_budget={budget} ({format_nbytes(budget)})"
+    )

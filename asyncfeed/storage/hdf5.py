@@ -1,0 +1,98 @@
+"""Read datasets through the HDF5 library: chunked, compressed, converted, or behind a user's handle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import h5py
+import numpy as np
+from h5py import h5d, h5p, h5s, h5t
+from numpy.typing import NDArray
+
+from asyncfeed.planning.catalog import FileStamp
+from asyncfeed.storage.files import HDF5Files
+from asyncfeed.storage.hdf5file import translate
+
+__all__ = ["REOPEN_EVERY", "HDF5Reader"]
+
+REOPEN_EVERY = 500
+"""Datasets read from a file before it is closed and opened again. libhdf5 keeps about 15 KB for every chunked dataset
+that a file has seen; closing the file gives it back (20,000 datasets: +307 MB of RSS with one open file, +13 MB so)."""
+
+
+class HDF5Reader:
+    """Reads slices of datasets. Not thread-safe; made, used and closed by one reader thread.
+
+    Uses h5py's low-level calls: ``Dataset.read_direct`` costs about ten times as much.
+    """
+
+    def __init__(self, files: tuple[FileStamp, ...], handles: Mapping[int, h5py.Group]) -> None:
+        self._stamps, self._handles = files, handles
+        self._files = HDF5Files(files, handles)
+        self._reads: dict[int, int] = {}
+        self._kept: tuple[int, str, h5d.DatasetID] | None = None
+
+    def read(self, file: int, path: str, start: int, out: NDArray[np.generic], *, cut: bool) -> None:
+        """Read the frames from ``start`` on of the dataset at ``path`` into ``out``, as many as that has.
+
+        ``cut`` says that this is not the whole dataset.
+        The bytes come in the byte order of the file: HDF5 swaps a hundred times slower than numpy.
+
+        Raises:
+            ReadError: HDF5 could not read or decode it.
+            ChangedFileError: the file is another one by now.
+        """
+        try:
+            if out.size == 0:
+                return
+            dataset = self._dataset(file, path, cut)
+            memory_type = h5t.py_create(dataset.dtype)
+            if not cut:
+                dataset.read(h5s.ALL, h5s.ALL, out, memory_type)
+                return
+            space = dataset.get_space()
+            space.select_hyperslab((start, *[0] * (out.ndim - 1)), out.shape)
+            dataset.read(h5s.create_simple(out.shape), space, out, memory_type)
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise translate(error, self._stamps[file].path, f"read the dataset {path!r}") from error
+
+    def check(self, file: int) -> None:
+        """Raise `ChangedFileError` if the file is no longer what the catalog describes."""
+        self._files.check(file)
+
+    def close(self) -> None:
+        """Close all files that this reader opened."""
+        self._kept = None
+        self._files.close()
+
+    def _dataset(self, file: int, path: str, cut: bool) -> h5d.DatasetID:
+        """Open a dataset, or find the one that is still open from its previous slice."""
+        if self._kept and self._kept[:2] == (file, path):
+            return self._kept[2]
+        self._kept = None
+        if file not in self._handles and self._reads.get(file, 0) >= REOPEN_EVERY:
+            self._files.drop(file)
+            self._reads[file] = 0
+        self._reads[file] = self._reads.get(file, 0) + 1
+        name = path.encode("utf-8", "surrogateescape")
+        dataset = h5d.open(self._files[file].id, name)
+        if cut:
+            dataset = self._reopened_for_slices(file, name, dataset)
+            self._kept = (file, path, dataset)
+        return dataset
+
+    def _reopened_for_slices(self, file: int, name: bytes, dataset: h5d.DatasetID) -> h5d.DatasetID:
+        """The same dataset with room for one row of its chunks, so that a chunk two slices share is decoded once."""
+        layout = dataset.get_create_plist()
+        if layout.get_layout() != h5d.CHUNKED:
+            return dataset
+        chunk = np.array(layout.get_chunk())
+        in_a_row = int(np.prod(-(-np.array(dataset.shape[1:], int) // chunk[1:]), dtype=int))
+        nbytes = int(np.prod(chunk, dtype=int)) * dataset.dtype.itemsize * in_a_row
+        access = h5p.create(h5p.DATASET_ACCESS)
+        slots, default, _ = access.get_chunk_cache()
+        if nbytes <= default:
+            return dataset
+        access.set_chunk_cache(max(slots, 10 * in_a_row + 1), nbytes, 1.0)
+        del dataset  # the first one to open a dataset decides about its cache
+        return h5d.open(self._files[file].id, name, access)

@@ -1,0 +1,96 @@
+"""Keep the catalog of a file, so that it is scanned only once.
+
+An index is a numpy ``.npz`` archive, uncompressed: the arrays of the catalog and a JSON header. It is valid for one
+state of each file involved: size, modification time in nanoseconds, and inode. zip checksums guard the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import platformdirs
+
+from asyncfeed.errors import StorageError
+from asyncfeed.planning.catalog import Catalog, FileStamp, Kind
+from asyncfeed.planning.strings import Strings
+from asyncfeed.storage.hdf5file import stamp
+
+__all__ = ["beside", "in_cache", "load_index", "save_index"]
+
+VERSION = 1
+COLUMNS = ("file", "offset", "length", "kind", "access", "swapped")
+
+
+def beside(path: str) -> Path:
+    """Where ``asyncfeed index`` puts the index of a file: next to it."""
+    return Path(f"{path}.asyncfeed")
+
+
+def in_cache(path: str, key: str) -> Path:
+    """Where an index is kept by default: under the user's cache directory."""
+    name = hashlib.blake2b(f"{os.path.realpath(path)}\0{key}".encode(errors="surrogateescape"), digest_size=16)
+    return Path(platformdirs.user_cache_dir("asyncfeed")) / "index" / name.hexdigest()
+
+
+def load_index(path: str, key: str) -> Catalog | None:
+    """The kept catalog of a file; None if there is none that fits the file as it is now."""
+    for place in (beside(path), in_cache(path, key)):
+        catalog = _load(place, path, key)
+        if catalog is not None:
+            return catalog
+    return None
+
+
+def save_index(catalog: Catalog, place: Path) -> None:
+    """Write an index under a temporary name, then move it into place, so that nobody sees half of one.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    place.parent.mkdir(parents=True, exist_ok=True)
+    header = {
+        "version": VERSION,
+        "key": catalog.key,
+        "files": [[f.path, f.size, f.mtime_ns, f.inode] for f in catalog.files],
+        "kinds": [[k.dtype.str, k.shape] for k in catalog.kinds],
+    }
+    temporary = place.with_name(f"{place.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        with open(temporary, "wb") as file:
+            np.savez(
+                file,
+                header=np.frombuffer(json.dumps(header).encode(), np.uint8),
+                blob=catalog.ids.blob,
+                ends=catalog.ids.ends,
+                **{f"column_{name}": getattr(catalog, name) for name in COLUMNS},
+            )
+        os.replace(temporary, place)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _load(place: Path, path: str, key: str) -> Catalog | None:
+    """What is at ``place``, unless it is absent, damaged, of another version, or about another state of the files."""
+    unusable = (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, StorageError)
+    with contextlib.suppress(*unusable), np.load(place) as arrays:
+        header = json.loads(arrays["header"].tobytes())
+        if header["version"] != VERSION or header["key"] != key:
+            return None
+        # The first file is the one asked for, whatever it was called when the index was made.
+        files = [FileStamp(path, *header["files"][0][1:])] + [FileStamp(*f) for f in header["files"][1:]]
+        if any(stamp(f.path) != f for f in files):
+            return None
+        return Catalog(
+            ids=Strings(arrays["blob"], arrays["ends"]),
+            files=tuple(files),
+            kinds=tuple(Kind(np.dtype(d).newbyteorder("="), tuple(s)) for d, s in header["kinds"]),
+            key=key,
+            **{name: arrays[f"column_{name}"] for name in COLUMNS},
+        )
+    return None

@@ -1,0 +1,177 @@
+"""Open sources: from what the user named to a corpus that can be planned and read."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import h5py
+import numpy as np
+
+from asyncfeed.errors import (
+    ArgumentError,
+    DamagedFileError,
+    LockedFileError,
+    NotHDF5Error,
+    SourceAccessError,
+    StorageError,
+    UnreadableDatasetError,
+)
+from asyncfeed.planning.catalog import Access, Catalog, FileStamp, Skipped
+from asyncfeed.planning.corpus import Corpus, align, select
+from asyncfeed.storage.hdf5file import is_written_here
+from asyncfeed.storage.index import in_cache, load_index, save_index
+from asyncfeed.storage.scan import Progress, scan
+from asyncfeed.storage.source import AnySource, Container, fields_of
+
+__all__ = ["Library", "open_library"]
+
+SHOWN = 5
+"""Unreadable datasets that an error message names; the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Library:
+    """A corpus and the way to its bytes."""
+
+    corpus: Corpus
+    files: tuple[FileStamp, ...]
+    """What the ``file`` columns of the corpus point into, for all fields alike."""
+    handles: dict[int, h5py.Group]
+    """Files that are read through a handle of the user's."""
+    skipped: tuple[Skipped, ...]
+
+
+def open_library(
+    source: AnySource,
+    *,
+    includes: Collection[str] | None = None,
+    excludes: Collection[str] | None = None,
+    unreadable: Literal["raise", "skip"] = "raise",
+    index: Literal["auto", "off"] = "auto",
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+) -> Library:
+    """Catalogue all containers of a source and bring their fields side by side. Reads metadata, never data.
+
+    Raises:
+        StorageError: the branch that fits: a file is missing, damaged, locked; a dataset cannot be streamed.
+        ArgumentError: an id appears in two files, or an argument has no meaning.
+    """
+    fields, named = fields_of(source)
+    catalogs: dict[str, Catalog] = {}
+    handles: dict[str, list[h5py.Group | None]] = {}
+    skipped: list[Skipped] = []
+    for name, containers in fields.items():
+        parts: list[Catalog] = []
+        handles[name] = []
+        for container in containers:
+            part = _catalogue(container, unreadable, index, progress, stop)
+            if isinstance(part, Skipped):
+                skipped.append(part)
+            else:
+                parts.append(part)
+                handles[name] += [container.handle] + [None] * (len(part.files) - 1)
+        merged = _merge(parts, containers)
+        skipped += _wanted(merged.skipped, includes, excludes)
+        catalogs[name] = select(merged, includes, excludes)
+    fatal = [s for s in skipped if not s.harmless]
+    if fatal and unreadable == "raise":
+        raise _unreadable(fatal)
+    aligned, unmatched = align(catalogs, unreadable=unreadable)
+    numbered, files, handle_of = _number_files(aligned, handles)
+    return Library(Corpus(numbered, named), files, handle_of, (*skipped, *unmatched))
+
+
+def _catalogue(
+    container: Container,
+    unreadable: str,
+    index: str,
+    progress: Progress | None,
+    stop: threading.Event | None,
+) -> Catalog | Skipped:
+    """The catalog of one container: kept, or scanned and then kept."""
+    keep = index == "auto" and container.handle is None and not is_written_here(container.path)
+    known = load_index(container.path, container.key) if keep else None
+    if known is not None:
+        return known
+    try:
+        catalog = scan(container, progress=progress, stop=stop)
+    except (DamagedFileError, NotHDF5Error, SourceAccessError, LockedFileError) as error:
+        if unreadable == "raise":
+            raise
+        return Skipped("", container.path, str(error), "copy or make it again")
+    if keep and not catalog.skipped:
+        with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to stop
+            save_index(catalog, in_cache(container.path, container.key))
+    return catalog
+
+
+def _merge(parts: list[Catalog], containers: list[Container]) -> Catalog:
+    """One catalog over all files of a field.
+
+    Raises:
+        ArgumentError: an id appears twice.
+    """
+    if not parts:
+        raise StorageError(f"none of the {len(containers)} files can be read; the first is {containers[0].path}")
+    catalog = Catalog.concatenate(parts)
+    if len(parts) > 1:
+        count = Counter(catalog.ids)
+        if len(count) < len(catalog):
+            utt = next(utt for utt, n in count.items() if n > 1)
+            paths = [p.files[0].path for p in parts if utt in set(p.ids)]
+            raise ArgumentError(
+                f"utterance {utt!r} is in {' and in '.join(paths[:2])} ({len(catalog) - len(count)} such ids); ids must be "
+                f"unique over all files of a source: pass them as fields of a mapping if they belong side by side"
+            )
+    return catalog
+
+
+def _wanted(
+    skipped: tuple[Skipped, ...], includes: Collection[str] | None, excludes: Collection[str] | None
+) -> list[Skipped]:
+    """What stands in the way of utterances that the user has not left out."""
+    if includes is not None:
+        wanted = set(includes)
+        return [s for s in skipped if s.utt in wanted]
+    unwanted = set(excludes or ())
+    return [s for s in skipped if s.utt not in unwanted]
+
+
+def _unreadable(found: list[Skipped]) -> StorageError:
+    more = f"\n  ... and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    listed = "".join(f"\n  {each}" for each in found[:SHOWN])
+    return UnreadableDatasetError(
+        f"{len(found)} of the datasets cannot be streamed; pass unreadable='skip' to go on without them:{listed}{more}"
+    )
+
+
+def _number_files(
+    catalogs: Mapping[str, Catalog], handles: Mapping[str, list[h5py.Group | None]]
+) -> tuple[dict[str, Catalog], tuple[FileStamp, ...], dict[int, h5py.Group]]:
+    """Number the files of all fields together, so that fields that share a file are read from it together."""
+    files: list[FileStamp] = []
+    known: dict[tuple[str, int], int] = {}
+    handle_of: dict[int, h5py.Group] = {}
+    numbered = {}
+    for name, catalog in catalogs.items():
+        numbers = []
+        for file, handle in zip(catalog.files, handles[name], strict=True):
+            number = known.setdefault((file.path, id(handle)), len(files))
+            if number == len(files):
+                files.append(file)
+            if handle is not None:
+                handle_of[number] = handle
+            numbers.append(number)
+        numbered[name] = replace(catalog, file=np.array(numbers, np.int32)[catalog.file])
+    return numbered, tuple(files), handle_of
+
+
+def summary(corpus: Corpus) -> Counter[Access]:
+    """How many datasets are reached in which way."""
+    return Counter(Access(a) for c in corpus.catalogs for a in c.access.tolist())

@@ -1,0 +1,107 @@
+"""Real files, and nothing left on the floor."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def features(num: int = 20, *, mean: int = 30, dim: int = 8, dtype: str = "f4", seed: int = 0) -> dict[str, np.ndarray]:
+    """Random utterances of random lengths, in the order in which h5py lists them."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 2 * mean, num)
+    return {f"utt{i:05d}": rng.random((n, dim)).astype(dtype) for i, n in enumerate(lengths.tolist())}
+
+
+def write(path: Path, arrays: Arrays, **options: object) -> Path:
+    """Write arrays as the datasets of a file; ``options`` are those of ``create_dataset``."""
+    with h5py.File(path, "w") as file:
+        for name, array in arrays.items():
+            file.create_dataset(name, data=array, **options)
+    return path
+
+
+@pytest.fixture
+def corpus() -> dict[str, np.ndarray]:
+    """Twenty utterances of eight float32 features."""
+    return features()
+
+
+@pytest.fixture
+def path(tmp_path: Path, corpus: dict[str, np.ndarray]) -> Path:
+    """A file that holds ``corpus``."""
+    return write(tmp_path / "feats.h5", corpus)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Path]:
+    """Write further files: ``make(arrays)``, ``make(arrays, name="b.h5", compression="gzip")``."""
+
+    def make(arrays: Arrays, name: str = "made.h5", **options: object) -> Path:
+        return write(tmp_path / name, arrays, **options)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Indexes go to a directory of the test's own."""
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return cache
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """After every test there are as many threads, descriptors, mappings and shared segments as before."""
+    gc.collect()
+    before = _held()
+    yield
+    deadline = time.monotonic() + 5
+    while (left := _surplus(before, _held())) and time.monotonic() < deadline:
+        gc.collect()  # what only the collector frees
+        threading.Event().wait(0.01)  # threads that were told to end, and are about to
+    assert not left, f"left behind: {left}"
+
+
+def _held() -> dict[str, list[str]]:
+    descriptors = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if not target.startswith(("/proc/", "anon_inode:", "pipe:", "socket:", "/dev/null")):
+                descriptors.append(target)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "threads": [t.name for t in threading.enumerate()],
+        "descriptors": descriptors,
+        "mappings": [
+            line.split(maxsplit=5)[-1] for line in maps if "asyncfeed" in line and "/site-packages/" not in line
+        ],
+        "segments": os.listdir("/dev/shm"),
+    }
+
+
+def _surplus(before: dict[str, list[str]], after: dict[str, list[str]]) -> dict[str, list[str]]:
+    surplus = {}
+    for kind, names in after.items():
+        rest = list(names)
+        for name in before[kind]:
+            if name in rest:
+                rest.remove(name)
+        if len(names) > len(before[kind]):
+            surplus[kind] = rest
+    return surplus
