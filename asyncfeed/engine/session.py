@@ -29,6 +29,12 @@ SECONDS_BEFORE_BAR = 2.0
 """A scan that takes longer shows a progress bar, where the error output is a terminal."""
 
 
+class _Bar(tqdm.tqdm):  # type: ignore[type-arg]
+    """A progress bar without the monitor thread that tqdm would leave running."""
+
+    monitor_interval = 0
+
+
 class Session:
     """What there is between opening a feed and closing it.
 
@@ -148,7 +154,7 @@ class Session:
         return last
 
 
-def _progress(bar: tqdm.tqdm[Any]) -> Progress:
+def _progress(bar: _Bar) -> Progress:
     def advance(datasets: int) -> None:
         bar.update(datasets)
 
