@@ -44,9 +44,7 @@ class Session:
     def __init__(self, settings: Settings, stop: threading.Event | None = None) -> None:
         self.settings = settings
         self.pid = os.getpid()
-        with tqdm.tqdm(
-            unit=" datasets", desc="cataloguing", delay=SECONDS_BEFORE_BAR, leave=False, disable=None
-        ) as bar:
+        with _Bar(unit=" datasets", desc="cataloguing", delay=SECONDS_BEFORE_BAR, leave=False, disable=None) as bar:
             self.library = open_library(
                 settings.source,
                 includes=settings.includes,
