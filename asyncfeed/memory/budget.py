@@ -215,7 +215,8 @@ def resolve(wanted: int | str | MemoryBudget, *, needed: int, prefetch: int, mea
     """
     shared = wanted if isinstance(wanted, MemoryBudget) else None
     size, feeds = (shared.size, shared.feeds) if shared else (wanted, 1)
-    nbytes, reason = _nbytes(size, feeds, _power_of_two_above(needed * (prefetch + 1)), measured)  # type: ignore[arg-type]
+    pages = -(-max(needed, 1) // PAGE_NBYTES) * PAGE_NBYTES  # segments are whole pages, however few the data are
+    nbytes, reason = _nbytes(size, feeds, _power_of_two_above(pages * (prefetch + 1)), measured)  # type: ignore[arg-type]
     if nbytes > measured.available:
         raise BudgetError(
             f"memory_budget={size!r} asks for {format_nbytes(nbytes)} but this process may use "

@@ -106,7 +106,11 @@ def containers_of(source: OneSource, key: str = "{utt}") -> list[Container]:
     if isinstance(source, Sequence):
         if not source:
             raise ArgumentError("the list of files is empty; give it at least one")
-        return [container for each in source for container in containers_of(each, key)]
+        found = [container for each in source for container in containers_of(each, key)]
+        keys = sorted({container.key for container in found})
+        if len(keys) > 1:
+            raise ArgumentError(f"the files of one list must share one key, but these have {' and '.join(keys)}")
+        return found
     raise ArgumentError(
         f"a {type(source).__name__} is not a source; pass a path, a list of paths, a glob, an h5py.File or h5py.Group, "
         f"a Source, or a mapping of field names to these. Python file objects and URLs are not supported: copy first"
