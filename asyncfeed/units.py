@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from decimal import Decimal
+from typing import SupportsIndex
 
 from asyncfeed.errors import ArgumentError
 
-__all__ = ["GIB", "PAGE_NBYTES", "KIB", "MIB", "format_nbytes", "parse_nbytes", "parse_share"]
+__all__ = ["GIB", "KIB", "MIB", "PAGE_NBYTES", "format_nbytes", "parse_nbytes", "parse_share"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -17,7 +20,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORE
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def parse_nbytes(size: int | str) -> int:
+def parse_nbytes(size: SupportsIndex | str) -> int:
     """Turn ``"2g"``, ``"512MiB"``, ``"1.5 GB"`` or a number of bytes into bytes.
 
     Every unit is a power of 1024, with or without the ``i``, in either case: ``"2g"`` means what it means to audiomate.
@@ -25,11 +28,11 @@ def parse_nbytes(size: int | str) -> int:
     Raises:
         ArgumentError: the text is no size, or the size is not positive.
     """
-    match = None if isinstance(size, int) else _SIZE.fullmatch(size)
-    if isinstance(size, int):
-        nbytes = size
-    elif match:
-        nbytes = int(float(match[1]) * 1024 ** _POWER[match[2].lower()])
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match:
+        nbytes = int(Decimal(match[1]) * 1024 ** _POWER[match[2].lower()])
+    elif isinstance(size, SupportsIndex):  # numpy's integers too
+        nbytes = operator.index(size)
     else:
         raise ArgumentError(f"{size!r} is not a size; write it like '2g', '512MiB' or a number of bytes")
     if nbytes <= 0:
@@ -57,4 +60,4 @@ def format_nbytes(nbytes: int) -> str:
         if value < 1024 or unit == "TiB":
             break
         value /= 1024
-    return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+    return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"

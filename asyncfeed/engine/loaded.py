@@ -29,8 +29,8 @@ class FieldView:
         self.name = name
         self._catalog = corpus.fields[name]
         self._utts = partition.utts
-        self._lengths = partition.lengths
         self._placed = placement.fields[number]
+        self._lengths = self._placed.lengths
         self._anchor = anchor
 
     @cached_property

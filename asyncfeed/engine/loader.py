@@ -73,7 +73,7 @@ class Loader:
         others = np.flatnonzero((catalog.access[partition.utts] != Access.DIRECT) & (placed.nbytes > 0))
         if not others.size:
             return
-        key, lengths = Key(catalog.key), partition.lengths
+        key, lengths = Key(catalog.key), placed.lengths
         file = catalog.file[partition.utts]
         others = others[np.lexsort((partition.utts[others], file[others]))]
         for k in others.tolist():
@@ -104,7 +104,7 @@ def _direct_reads(partition: Partition, catalog: Catalog, placed: FieldPlacement
     access = catalog.access[partition.utts]
     k = np.flatnonzero((access == Access.DIRECT) & (placed.nbytes > 0))
     utts = partition.utts[k]
-    frame_nbytes = placed.nbytes[k] // np.maximum(partition.lengths[k], 1)
+    frame_nbytes = placed.nbytes[k] // np.maximum(placed.lengths[k], 1)
     offset = catalog.offset[utts] + partition.starts[k] * frame_nbytes
     return catalog.file[utts], offset, placed.nbytes[k], placed.begin[k], k
 

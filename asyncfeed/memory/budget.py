@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+import queue
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,21 +149,22 @@ class MemoryBudget:
         if feeds < 1:
             raise ArgumentError(f"feeds={feeds} leaves the budget to nobody; give at least 1")
         self.size, self.feeds = size, feeds
-        self._open = 0
-        self._lock = threading.Lock()
+        # Not a counter and a lock: shares come back from finalizers, which may run while this very thread takes one.
+        self._shares: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(feeds):
+            self._shares.put(None)
 
     def _take(self) -> None:
-        with self._lock:
-            if self._open == self.feeds:
-                raise BudgetError(
-                    f"this MemoryBudget is shared by {self.feeds} feeds, which are open already; close one of them, or "
-                    f"make it with feeds={self.feeds + 1}"
-                )
-            self._open += 1
+        try:
+            self._shares.get_nowait()
+        except queue.Empty:
+            raise BudgetError(
+                f"this MemoryBudget is shared by {self.feeds} feeds, which are open already; close one of them, or "
+                f"make it with feeds={self.feeds + 1}"
+            ) from None
 
     def _give_back(self) -> None:
-        with self._lock:
-            self._open -= 1
+        self._shares.put(None)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _remake, (self.size, self.feeds)

@@ -22,6 +22,8 @@ class FieldPlacement:
 
     begin: Integers
     """Byte position in the segment."""
+    lengths: Integers
+    """Frames; of whole utterances each field has its own number."""
     nbytes: Integers
     kind: Kind | None
     """What all slices look like, which are then packed as the rows of one array; None if they differ."""
@@ -48,19 +50,21 @@ def place(partition: Partition, corpus: Corpus, cut: Cut) -> Placement:
     """Lay out the slices of a partition: field after field, the slices in plan order."""
     position, fields = 0, []
     for catalog in corpus.catalogs:
-        placed, position = _place_field(partition, catalog, position)
+        lengths = catalog.length[partition.utts] if cut.whole else partition.lengths
+        placed, position = _place_field(partition.utts, lengths, catalog, position)
         fields.append(placed)
     num_units = int(cut.count(partition.lengths).sum()) if cut.unit_nbytes else 0
     return Placement(tuple(fields), position, num_units, position + num_units * cut.unit_nbytes)
 
 
-def _place_field(partition: Partition, catalog: Catalog, position: int) -> tuple[FieldPlacement, int]:
-    kinds = catalog.kind[partition.utts]
+def _place_field(utts: Integers, lengths: Integers, catalog: Catalog, position: int) -> tuple[FieldPlacement, int]:
+    kinds = catalog.kind[utts]
     alike = bool(kinds.size) and not np.any(kinds != kinds[0])
     frame_nbytes = np.array([k.frame_nbytes for k in catalog.kinds], np.int64)[kinds]
-    nbytes = partition.lengths * frame_nbytes
+    nbytes = lengths * frame_nbytes
     room = nbytes if alike else -(-nbytes // ALIGNMENT) * ALIGNMENT
     ends = position + np.cumsum(room, dtype=np.int64)
     begin = ends - room
     end = int(ends[-1]) if ends.size else position
-    return FieldPlacement(begin, nbytes, catalog.kinds[kinds[0]] if alike else None), -(-end // ALIGNMENT) * ALIGNMENT
+    kind = catalog.kinds[kinds[0]] if alike else None
+    return FieldPlacement(begin, lengths, nbytes, kind), -(-end // ALIGNMENT) * ALIGNMENT

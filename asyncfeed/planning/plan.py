@@ -44,9 +44,10 @@ class Cut:
 
     def count(self, lengths: Integers) -> Integers:
         """Units in utterances of these lengths."""
-        beyond = np.maximum(lengths - self.length, 0)
         if self.pad:
+            beyond = np.maximum(lengths - max(self.length, self.hop), 0)  # a unit that begins after the end is none
             return np.where(lengths > 0, -(-beyond // self.hop) + 1, 0)
+        beyond = np.maximum(lengths - self.length, 0)
         return np.where(lengths >= self.length, beyond // self.hop + 1, 0)
 
 
@@ -187,11 +188,15 @@ def make_plan(
     starts, stops = np.zeros_like(lengths), lengths
     large = np.flatnonzero(charge > room)
     if large.size:
-        if cut.whole:
-            row = int(utts[large[np.argmax(charge[large])]])
-            need = int(charge[large].max()) + partition_nbytes - room
-            raise _too_large(corpus, row, need, partition_nbytes, segments)
-        pieces = _cut(corpus, utts, lengths, units, large, room, cut, partition_nbytes, segments)
+        need = charge[large] if cut.whole else _least(corpus, utts, units, charge, large, cut)
+        worst = int(np.argmax(need))
+        if need[worst] > room:
+            of = "" if cut.whole else "one frame of " if cut.length == 1 else "one window of "
+            overhead = partition_nbytes - room
+            raise _too_large(
+                corpus, int(utts[large[worst]]), int(need[worst]) + overhead, partition_nbytes, segments, of
+            )
+        pieces = _cut(corpus, utts, lengths, units, charge, large, room, cut)
         utts, starts, stops, charge = (pieces.utts, pieces.starts, pieces.stops, pieces.charge)
     edges, sizes = _pack(charge, room, partition_nbytes)
     return Plan(utts, starts, stops, edges, sizes, partition_nbytes, shuffle, seed, epoch, rank, world_size, cut)
@@ -230,42 +235,48 @@ class _Pieces:
     charge: Integers
 
 
+def _least(corpus: Corpus, utts: Integers, units: Integers, charge: Integers, large: Integers, cut: Cut) -> Integers:
+    """Bytes that each ``large`` utterance takes at least: those of one unit, or of all of it where that is less."""
+    one_unit = cut.length * corpus.frame_nbytes[utts[large]] + cut.unit_nbytes + _slack(corpus)
+    return np.where(units[large] > 0, np.minimum(one_unit, charge[large]), 0)
+
+
 def _cut(
     corpus: Corpus,
     utts: Integers,
     lengths: Integers,
     units: Integers,
+    charge: Integers,
     large: Integers,
     room: int,
     cut: Cut,
-    partition_nbytes: int,
-    segments: int,
 ) -> _Pieces:
-    """Cut the ``large`` utterances into pieces of as many units as fit; the others stay one piece."""
-    frame_nbytes = corpus.frame_nbytes[utts]
-    slack = ALIGNMENT * len(corpus.fields) if corpus.mixed else 0
+    """Cut the ``large`` utterances into pieces of as many units as fit; the others stay one piece.
+
+    Of the large ones, frames that are in no unit are not loaded.
+    """
+    frame_nbytes, slack = corpus.frame_nbytes[utts], _slack(corpus)
     fixed = (cut.length - cut.hop) * frame_nbytes[large] + slack  # a piece of m units takes m * per_unit + fixed
     per_unit = cut.hop * frame_nbytes[large] + cut.unit_nbytes
-    fitting = (room - fixed) // np.maximum(per_unit, 1)
-    if fitting.min() < 1:
-        row = int(np.argmin(fitting))
-        need = int(per_unit[row] + fixed[row]) + partition_nbytes - room
-        raise _too_large(corpus, int(utts[large[row]]), need, partition_nbytes, segments, of="one frame of ")
     per_piece = np.maximum(units, 1)
-    per_piece[large] = fitting
+    per_piece[large] = np.maximum((room - fixed) // np.maximum(per_unit, 1), 1)
     counts = np.maximum(-(-units // per_piece), 1)
     rows = np.repeat(np.arange(utts.size), counts)
     nth = np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = nth * per_piece[rows] * cut.hop
-    last = nth == counts[rows] - 1
-    stops = np.minimum(starts + (per_piece[rows] - 1) * cut.hop + cut.length, lengths[rows])
-    stops[last] = lengths[rows][last]
-    loaded = np.where(last, units[rows] - nth * per_piece[rows], per_piece[rows])
-    charge = (stops - starts) * frame_nbytes[rows] + loaded * cut.unit_nbytes
-    whole = counts[rows] == 1
-    charge[whole] = _charge(corpus)[utts[rows[whole]]] + units[rows[whole]] * cut.unit_nbytes
-    charge[~whole] += slack
-    return _Pieces(utts[rows], starts, stops, charge)
+    loaded = np.minimum(units[rows] - nth * per_piece[rows], per_piece[rows])
+    ends = np.minimum(starts + (loaded - 1) * cut.hop + cut.length, lengths[rows])
+    stops = np.where(loaded > 0, ends, starts)
+    whole = np.isin(rows, large, invert=True)
+    stops[whole] = lengths[rows[whole]]
+    costs = (stops - starts) * frame_nbytes[rows] + loaded * cut.unit_nbytes + slack
+    costs[whole] = charge[rows[whole]]
+    return _Pieces(utts[rows], starts, stops, costs)
+
+
+def _slack(corpus: Corpus) -> int:
+    """Bytes that aligning a piece of an utterance may take; packed pieces need none."""
+    return ALIGNMENT * len(corpus.fields) if corpus.mixed else 0
 
 
 def _pack(charge: Integers, room: int, partition_nbytes: int) -> tuple[Integers, Integers]:
