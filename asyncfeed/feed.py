@@ -152,20 +152,22 @@ class Feed:
 
     def _opened(self) -> Session:
         self._check_usable()
-        with self._opening:
-            self._session = self._session or Session(self._settings)
-            return self._session
+        return self._open()
 
     async def _opened_async(self) -> Session:
         self._check_usable()
         if self._session is None:
-            await run_stoppable(self._open_stoppable)
-            self._check_usable()
+            return await run_stoppable(self._open)
         return self._opened()
 
-    def _open_stoppable(self, stop: threading.Event) -> None:
+    def _open(self, stop: threading.Event | None = None) -> Session:
         with self._opening:
-            self._session = self._session or Session(self._settings, stop)
+            self._check_usable()
+            self._session = session = self._session or Session(self._settings, stop)
+            if self._closed:  # closing does not wait for a scan
+                self._session = None
+                self._check_usable()
+            return session
 
     def _check_usable(self) -> None:
         refuse_fork(self._pid, "feed")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -12,7 +15,8 @@ from anyio.lowlevel import checkpoint
 
 from asyncfeed.engine.forms import Form, Pace
 from asyncfeed.engine.prefetch import Prefetch
-from asyncfeed.errors import ConsumerError
+from asyncfeed.errors import ClosedError, ConsumerError
+from asyncfeed.process import call_in_child, refuse_fork
 
 __all__ = ["AsyncItems", "Host", "Items", "Stream"]
 
@@ -61,20 +65,25 @@ class Items(Iterator[Item]):
     consumer's. While that waits for a partition, the slot holds something that refuses a second consumer.
     """
 
-    __slots__ = ("__next__", "__weakref__", "_blocks")
+    __slots__ = ("__next__", "__weakref__", "_blocks", "_share")
 
     if TYPE_CHECKING:
 
         def __next__(self) -> Item: ...
 
     def __init__(self, start: Callable[[Form[Item]], Prefetch], form: Form[Item]) -> None:
-        gate = _Gate(self, "__next__")
-        self._blocks = _blocks(start, form, gate)
+        gate = _Gate(self, "__next__", _refuse)
+        self._share = _Share()
+        self._blocks = _blocks(start, form, gate, self._share)
         gate.open(chain.from_iterable(self._blocks).__next__)
 
     def close(self) -> None:
-        """End the iteration and its reader thread. Idempotent."""
-        self._blocks.close()
+        """End the iteration and its reader thread; a thread that waits in this iterator fails. Idempotent."""
+        prefetch = self._share.close()
+        if prefetch is not None:
+            prefetch.close()
+        with contextlib.suppress(ValueError):  # a consumer is inside; the error that waits for it there leads it out
+            self._blocks.close()
 
 
 class AsyncItems(AsyncIterator[Item]):
@@ -84,51 +93,82 @@ class AsyncItems(AsyncIterator[Item]):
     ``break`` leaves that to the event loop, which does it a moment later.
     """
 
-    __slots__ = ("__anext__", "__weakref__", "_generator", "_prefetch")
+    __slots__ = ("__anext__", "__weakref__", "_generator", "_share")
 
     if TYPE_CHECKING:
 
         def __anext__(self) -> Awaitable[Item]: ...
 
     def __init__(self, start: Callable[[Form[Item]], Awaitable[Prefetch]], form: Form[Item]) -> None:
-        gate = _Gate(self, "__anext__")
-        self._prefetch: list[Prefetch] = []
-        self._generator = _items(start, form, gate, self._prefetch)
+        gate = _Gate(self, "__anext__", _refuse_async)
+        self._share = _Share()
+        self._generator = _items(start, form, gate, self._share)
         gate.open(self._generator.__anext__)
 
     async def aclose(self) -> None:
         """End the iteration and its reader thread; a task that waits in this iterator fails. Idempotent."""
-        for prefetch in self._prefetch:
+        prefetch = self._share.close()
+        if prefetch is not None:
             await prefetch.aclose()
         if not self._generator.ag_running:  # type: ignore[attr-defined]
             await self._generator.aclose()
 
 
-class _Gate:
-    """Lets one consumer at a time into an iterator, at no cost between partitions.
+class _Share:
+    """What an iterator and the generator inside it both know: the pass, once there is one."""
 
-    Refers to the iterator weakly: the generator inside it must not keep it alive.
+    __slots__ = ("_closed", "_prefetch")
+
+    def __init__(self) -> None:
+        self._prefetch: Prefetch | None = None
+        self._closed = False
+
+    def begin(self, prefetch: Prefetch) -> Prefetch:
+        """The pass has started; if the iterator was closed before that, the pass is over."""
+        self._prefetch = prefetch  # before looking at the flag, as close() sets the flag before it looks here
+        if self._closed:
+            prefetch.end(ClosedError("the iterator was closed before its first item"))
+        return prefetch
+
+    def close(self) -> Prefetch | None:
+        """The pass that is to be closed, if there is one by now."""
+        self._closed = True
+        return self._prefetch
+
+
+class _Gate:
+    """Lets one consumer at a time into an iterator, at no cost between two frames of a block.
+
+    Refers to the iterator weakly: the generator inside it must not keep it alive. In a forked child it refuses everybody.
     """
 
-    __slots__ = ("_iterator", "_slot", "_step")
+    __slots__ = ("__weakref__", "_iterator", "_refuse", "_slot", "_step")
 
-    def __init__(self, iterator: object, slot: str) -> None:
-        self._iterator, self._slot = weakref.ref(iterator), slot
+    def __init__(self, iterator: object, slot: str, refuse: Callable[[], object]) -> None:
+        self._iterator, self._slot, self._refuse = weakref.ref(iterator), slot, refuse
         self._step: Callable[[], object] | None = None
+        call_in_child(self)
 
     def open(self, step: Callable[[], object] | None = None) -> None:
         """Let consumers step on; ``step`` is remembered weakly enough: it is in the slot whenever the gate is open."""
+        step, self._step = step or self._step, None
         iterator = self._iterator()
-        if iterator is not None:
-            setattr(iterator, self._slot, step or self._step)
-            self._step = None
+        if iterator is not None and step is not None:
+            setattr(iterator, self._slot, step)
 
     def shut(self) -> None:
         """Refuse consumers; one is inside already."""
         iterator = self._iterator()
-        if iterator is not None:
+        if iterator is not None and self._step is None:
             self._step = getattr(iterator, self._slot)
-            setattr(iterator, self._slot, _refuse)
+            setattr(iterator, self._slot, self._refuse)
+
+    def forked(self) -> None:
+        """In a forked child: the parent goes on in this iterator, so nobody does here."""
+        iterator = self._iterator()
+        if iterator is not None:
+            step = _refuse_child if self._refuse is _refuse else _refuse_child_async
+            setattr(iterator, self._slot, partial(step, os.getppid()))
 
 
 def _refuse() -> NoReturn:
@@ -138,31 +178,48 @@ def _refuse() -> NoReturn:
     )
 
 
+async def _refuse_async() -> NoReturn:
+    """Raises when awaited: CPython 3.11 crashes if the call itself fails within ``anext(iterator, default)``."""
+    _refuse()
+
+
+def _refuse_child(parent: int) -> None:
+    refuse_fork(parent, "iterator")
+
+
+async def _refuse_child_async(parent: int) -> None:
+    refuse_fork(parent, "iterator")
+
+
 def _blocks(
-    start: Callable[[Form[Item]], Prefetch], form: Form[Item], gate: _Gate
+    start: Callable[[Form[Item]], Prefetch], form: Form[Item], gate: _Gate, share: _Share
 ) -> Generator[Iterable[Item], None, None]:
     gate.shut()
-    prefetch, pace = start(form), Pace(Pace.LARGEST)
     try:
-        while (partition := prefetch.next()) is not None:
-            gate.open()
-            yield from form.blocks(partition, pace)
-            del partition  # what is referred to does not come back, and we are about to wait for the next
-            gate.shut()
-        gate.open()
-        yield from form.rest()
+        prefetch, pace = share.begin(start(form)), Pace(Pace.LARGEST)
+        try:
+            while (partition := prefetch.next()) is not None:
+                for block in form.blocks(partition, pace):
+                    gate.open()
+                    yield block
+                    gate.shut()  # a second thread in here would end the iteration of the first
+                partition = block = None  # type: ignore[assignment]  # what is referred to does not come back
+            for block in form.rest():
+                gate.open()
+                yield block
+                gate.shut()
+        finally:
+            prefetch.close()
     finally:
         gate.open()
-        prefetch.close()
 
 
 async def _items(
-    start: Callable[[Form[Item]], Awaitable[Prefetch]], form: Form[Item], gate: _Gate, share: list[Prefetch]
+    start: Callable[[Form[Item]], Awaitable[Prefetch]], form: Form[Item], gate: _Gate, share: _Share
 ) -> AsyncGenerator[Item, None]:
     gate.shut()
     try:
-        prefetch, pace = await start(form), Pace()
-        share.append(prefetch)
+        prefetch, pace = share.begin(await start(form)), Pace()
         try:
             turn = time.perf_counter()
             while (partition := await prefetch.next_async()) is not None:

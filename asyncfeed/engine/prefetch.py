@@ -108,6 +108,9 @@ def _read_partitions(exchange: _Exchange, loader: Loader, plan: Plan, statistics
         statistics.partitions += 1
         statistics.segments, statistics.peak_shared_nbytes = pool.num_made, pool.peak_nbytes
         exchange.publish(loaded)
+        if exchange.stop:  # after the check above, perhaps: nobody may be left holding the segment
+            with contextlib.suppress(ValueError):
+                exchange.ready.remove(loaded)
         del loaded
     exchange.publish("end")
 
@@ -207,6 +210,8 @@ class Prefetch:
     async def aclose(self) -> bool:
         """Like `close`, for asyncio and trio; completes also when the task is being cancelled."""
         self.end(ClosedError("the iteration was closed"))
+        if os.getpid() != self._pid:
+            return True
         with anyio.move_on_after(PATIENCE, shield=True):
             await self._exchange.ended.wait_async()
         return self._exchange.ended.is_set()

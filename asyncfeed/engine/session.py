@@ -62,11 +62,13 @@ class Session:
         )
         weakref.finalize(self, self.budget.give_back)
         self.statistics = Statistics()
-        self._segment_nbytes = _whole_pages(min(self.budget.partition_nbytes, needed))
+        self.segment_nbytes = _whole_pages(min(self.budget.partition_nbytes, needed))
         self._make = MAKERS[maker]
         self._pool = self._new_pool()
         self._pass: Prefetch | None = None
         self._pass_epoch = 0
+        self._closed = False
+        self._starting = threading.Lock()
 
     # -- the epoch -----------------------------------------------------------------------------------------------
 
@@ -104,37 +106,63 @@ class Session:
     # -- passes --------------------------------------------------------------------------------------------------
 
     def start(self, form: Form[Any], epoch: int) -> Prefetch:
-        """Start an epoch, after ending the one that is under way."""
-        self._make_way(self._pass is None or self._replaced(self._pass).close())
-        return self._started(form, epoch)
+        """Start an epoch, after ending the one that is under way.
+
+        Raises:
+            ClosedError: the session was closed meanwhile.
+        """
+        while True:
+            earlier = self._pass
+            ended = earlier is None or self._replaced(earlier).close()
+            if (started := self._started(form, epoch, earlier, ended)) is not None:
+                return started
 
     async def start_async(self, form: Form[Any], epoch: int) -> Prefetch:
         """Like `start`, without blocking the event loop while the pass before ends."""
-        self._make_way(self._pass is None or await self._replaced(self._pass).aclose())
-        return self._started(form, epoch)
+        while True:
+            earlier = self._pass
+            ended = earlier is None or await self._replaced(earlier).aclose()
+            if (started := self._started(form, epoch, earlier, ended)) is not None:
+                return started
 
     def close(self) -> None:
         """End the pass that is under way and let go of the memory. Frames that somebody keeps stay as they are."""
-        if self._pass is not None:
-            self._closed(self._pass).close()
+        last = self._shut()
+        if last is not None:
+            last.close()
 
     async def aclose(self) -> None:
         """Like `close`, without blocking the event loop."""
-        if self._pass is not None:
-            await self._closed(self._pass).aclose()
+        last = self._shut()
+        if last is not None:
+            await last.aclose()
 
-    def _started(self, form: Form[Any], epoch: int) -> Prefetch:
-        self._pass = Prefetch(self.library, partial(self.plan, form.cut, epoch), self._pool, self.statistics)
-        self._pass_epoch = epoch
+    def _started(self, form: Form[Any], epoch: int, earlier: Prefetch | None, ended: bool) -> Prefetch | None:
+        """Start a pass; None if another one was started while ``earlier`` was waited for, and must be ended first.
+
+        A pool has one reader at a time. A reader that is stuck in the file system does not let go of its own.
+        """
+        with self._starting:
+            if self._closed:
+                raise ClosedError("the feed was closed while an iteration over it was about to begin")
+            if self._pass is not earlier:
+                return None
+            if not ended:
+                self._pool = self._new_pool()
+            self._pass = Prefetch(self.library, partial(self.plan, form.cut, epoch), self._pool, self.statistics)
+            self._pass_epoch = epoch
+            return self._pass
+
+    def _shut(self) -> Prefetch | None:
+        """Start no further pass, and stop the one that is under way."""
+        with self._starting:
+            self._closed = True
+        if self._pass is not None:
+            self._pass.end(ClosedError("the feed was closed while it was being iterated over"))
         return self._pass
 
-    def _make_way(self, ended: bool) -> None:
-        """Leave the pool to a reader that is stuck in the file system and would not let go of it."""
-        if not ended:
-            self._pool = self._new_pool()
-
     def _new_pool(self) -> SegmentPool:
-        return SegmentPool(self.settings.prefetch + 1, self._segment_nbytes, self._make, lambda: measure().available)
+        return SegmentPool(self.settings.prefetch + 1, self.segment_nbytes, self._make, lambda: measure().available)
 
     @staticmethod
     def _replaced(earlier: Prefetch) -> Prefetch:
@@ -145,11 +173,6 @@ class Session:
             )
         )
         return earlier
-
-    @staticmethod
-    def _closed(last: Prefetch) -> Prefetch:
-        last.end(ClosedError("the feed was closed while it was being iterated over"))
-        return last
 
 
 def _progress(bar: _Bar) -> Progress:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncfeed.errors import BudgetError
+from asyncfeed.process import num_forks
 from asyncfeed.units import format_nbytes
 
 __all__ = ["Inbox", "SegmentPool"]
@@ -81,7 +82,7 @@ class SegmentPool:
     num_made: int = 0
     peak_nbytes: int = 0
     _free: list[mmap.mmap] = field(default_factory=list)
-    _lent: dict[int, tuple[Reference, mmap.mmap]] = field(default_factory=dict)
+    _lent: dict[int, tuple[Reference, mmap.mmap, int]] = field(default_factory=dict)
     _warned: bool = False
     _pid: int = field(default_factory=os.getpid)
 
@@ -132,15 +133,20 @@ class SegmentPool:
     def _lend(self, segment: mmap.mmap) -> Anchor:
         anchor = np.frombuffer(segment, np.uint8)
         reference = weakref.ref(anchor, self.inbox.returned)
-        self._lent[id(reference)] = (reference, segment)
+        self._lent[id(reference)] = (reference, segment, num_forks())
         held = self.segment_nbytes * (len(self._lent) + len(self._free))
         self.peak_nbytes = max(self.peak_nbytes, held)
         return anchor
 
     def _back(self, reference: Reference) -> None:
-        """Keep a segment that came back; but only one beyond ``size``, for a loop that goes on keeping frames."""
+        """Keep a segment that came back; but only one beyond ``size``, for a loop that goes on keeping frames.
+
+        One that was lent out during a fork is let go of: views of it may live on in the child.
+        """
         lent = self._lent.pop(id(reference), None)
-        if lent is not None and (not self._free or len(self._lent) + len(self._free) < self.size):
+        if lent is None or lent[2] != num_forks():
+            return
+        if not self._free or len(self._lent) + len(self._free) < self.size:
             self._free.append(lent[1])
 
     def _make_room(self) -> None:
