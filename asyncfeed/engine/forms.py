@@ -112,7 +112,7 @@ class Triplets(Form[Triplet]):
         done, total = 0, partition.order.size
         while done < total:
             rows = partition.order[done : done + pace.size]
-            owners = partition.owners[rows]
+            owners = partition.owners[done : done + rows.size]
             indices = rows + to_index[owners]
             yield zip(ids[owners].tolist(), indices.tolist(), frames.pick(rows, owners), strict=False)
             done += rows.size
@@ -229,7 +229,7 @@ class Windows(Form[Window]):
         while done < total:
             stop = min(done + pace.size, total)
             units = partition.order[done:stop] if self.shuffle else np.arange(done, stop)
-            owners = owner_of[units]
+            owners = owner_of[done:stop]
             starts = (units - first[owners]) * self.hop
             yield map(self._window, repeat(partition), owners.tolist(), starts.tolist())
             done = stop
@@ -313,7 +313,7 @@ class Batches(Form[Batch]):
             missing = self.size - len(self._gathering.utts) if self._gathering else self.size
             stop = min(done + missing, total)
             units: NDArray[Any] = partition.order[done:stop] if self.shuffle else np.arange(done, stop)
-            owners = partition.owners[units] if self.shuffle else np.searchsorted(ends, units, side="right")
+            owners = partition.owners[done:stop] if self.shuffle else np.searchsorted(ends, units, side="right")
             utts, indices = ids[owners].tolist(), units.astype(np.int64) + to_index[owners]
             done = stop
             if len(utts) == self.size:
@@ -335,10 +335,10 @@ class Batches(Form[Batch]):
         self._names = partition.names
         kinds = [(rows.dtype, rows.shape[1:]) for rows in columns]
         if self._like is None:
-            self._like = (partition.ids[0], kinds)
+            self._like = (partition.ids[partition.first], kinds)
         elif self._like[1] != kinds:
             raise ShapeError(
-                f"utterance {partition.ids[0]!r} has frames of {_show(kinds)}, but {self._like[0]!r} has "
+                f"utterance {partition.ids[partition.first]!r} has frames of {_show(kinds)}, but {self._like[0]!r} has "
                 f"{_show(self._like[1])}; one batch cannot hold both: leave one sort out with excludes="
             )
 

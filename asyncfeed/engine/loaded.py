@@ -52,7 +52,14 @@ class FieldView:
             return [self.array(k) for k in range(self._utts.size)]
         stops = np.cumsum(self._lengths)
         starts = stops - self._lengths
-        return [rows[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+        arrays: list[Array] = [rows[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+        for k in self._without_frames():
+            arrays[k] = self.array(k)  # in its own shape and dtype
+        return arrays
+
+    def _without_frames(self) -> list[int]:
+        found: list[int] = np.flatnonzero(self._lengths == 0).tolist()
+        return found
 
     def array(self, k: int) -> Array:
         """The frames of slice ``k``."""
@@ -86,6 +93,11 @@ class LoadedPartition:
 
     def __repr__(self) -> str:
         return f"LoadedPartition({self.number}: {len(self)} utterances, {self.num_frames} frames)"
+
+    @property
+    def first(self) -> int:
+        """The first utterance that has frames; 0 if none has."""
+        return int(np.argmax(self.lengths > 0)) if len(self) else 0
 
     @property
     def num_frames(self) -> int:
@@ -133,13 +145,13 @@ class LoadedPartition:
         rows = field.rows
         if rows is not None:
             return rows
-        first = field.array(0)
+        first = field.array(self.first)
         for k, utt in enumerate(self.ids):
             array = field.array(k)
-            if (array.dtype, array.shape[1:]) != (first.dtype, first.shape[1:]):
+            if len(array) and (array.dtype, array.shape[1:]) != (first.dtype, first.shape[1:]):
                 named = f" in field {field.name!r}" if field.name else ""
                 raise ShapeError(
-                    f"utterance {utt!r}{named} has frames of {array.dtype} {array.shape[1:]}, but {self.ids[0]!r} has "
+                    f"utterance {utt!r}{named} has frames of {array.dtype} {array.shape[1:]}, but {self.ids[self.first]!r} has "
                     f"{first.dtype} {first.shape[1:]}; one array cannot hold both: iterate over the feed itself or over "
                     f"feed.utterances(), or leave one sort out with excludes="
                 )

@@ -53,6 +53,7 @@ class Loader:
 
     def close(self) -> None:
         """Close all files."""
+        self.direct.close()
         self.descriptors.close()
         self.in_hdf5 = True
         self.hdf5.close()
@@ -75,6 +76,7 @@ class Loader:
             return
         key, lengths = Key(catalog.key), placed.lengths
         file = catalog.file[partition.utts]
+        self._check_linked()
         others = others[np.lexsort((partition.utts[others], file[others]))]
         for k in others.tolist():
             if self.stopped():
@@ -88,15 +90,21 @@ class Loader:
             self.hdf5.read(int(file[k]), key.path(catalog.ids[row]), int(partition.starts[k]), out, cut=cut)
         for number in np.unique(file[others]).tolist():
             self.hdf5.check(number)
+        self._check_linked()
+
+    def _check_linked(self) -> None:
+        """Where such a file is missing, HDF5 may give fill values without a word."""
+        for number in self.library.linked:
+            self.hdf5.check(number)
 
 
 def _shuffle(plan: Plan, partition: Partition, placement: Placement, anchor: Array) -> None:
-    """Write the tables of a shuffled order into the segment: which unit comes when, and whose each unit is."""
+    """Write the tables of a shuffled order into the segment: which unit comes when, and which slice each is of."""
     order, owners = placement.tables_of(anchor)
     order[:] = np.arange(order.size, dtype=np.int32)
     plan.draws(partition).shuffle(order)
     counts = plan.cut.count(partition.lengths)
-    owners[:] = np.repeat(np.arange(counts.size, dtype=np.int32), counts)
+    np.take(np.repeat(np.arange(counts.size, dtype=np.int32), counts), order, out=owners)
 
 
 def _direct_reads(partition: Partition, catalog: Catalog, placed: FieldPlacement) -> tuple[Array, ...]:

@@ -60,7 +60,7 @@ class Session:
         self.budget = resolve(
             settings.memory_budget, needed=needed, prefetch=settings.prefetch, measured=self._may_use()
         )
-        weakref.finalize(self, self.budget.give_back)
+        self._give_back = weakref.finalize(self, self.budget.give_back)
         self.statistics = Statistics()
         self.segment_nbytes = _whole_pages(min(self.budget.partition_nbytes, needed))
         self._make = MAKERS[maker]
@@ -128,14 +128,20 @@ class Session:
     def close(self) -> None:
         """End the pass that is under way and let go of the memory. Frames that somebody keeps stay as they are."""
         last = self._shut()
-        if last is not None:
-            last.close()
+        try:
+            if last is not None:
+                last.close()
+        finally:
+            self._give_back()  # now, and not when we are collected: the traceback of an error may refer to us
 
     async def aclose(self) -> None:
         """Like `close`, without blocking the event loop."""
         last = self._shut()
-        if last is not None:
-            await last.aclose()
+        try:
+            if last is not None:
+                await last.aclose()
+        finally:
+            self._give_back()
 
     def _started(self, form: Form[Any], epoch: int, earlier: Prefetch | None, ended: bool) -> Prefetch | None:
         """Start a pass; None if another one was started while ``earlier`` was waited for, and must be ended first.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncfeed.errors import ArgumentError
-from asyncfeed.memory.budget import MemoryBudget
+from asyncfeed.memory.budget import MemoryBudget, check_request
 from asyncfeed.storage.source import AnySource
 
 __all__ = ["Settings"]
@@ -65,6 +65,7 @@ class Settings:
         for name, value in (("includes", includes), ("excludes", excludes)):
             if isinstance(value, str | bytes):
                 raise ArgumentError(f"{name}={value!r} is one string; pass a list of utterance ids: {name}=[{value!r}]")
+        check_request(memory_budget)
         _one_of("unreadable", unreadable, ("raise", "skip"))
         _one_of("index", index, ("auto", "off"))
         return cls(

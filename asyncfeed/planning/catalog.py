@@ -107,9 +107,12 @@ class Catalog:
     swapped: NDArray[np.bool_]
     """Whether the stored byte order is the other one."""
     files: tuple[FileStamp, ...]
+    """The file itself, then those that its links, virtual datasets and external raw data lead to."""
     kinds: tuple[Kind, ...]
     key: str = "{utt}"
     """The path of an utterance's dataset in its file."""
+    filters: tuple[int, ...] = ()
+    """HDF5's numbers of the filters that its datasets passed through."""
     skipped: tuple[Skipped, ...] = ()
 
     def __len__(self) -> int:

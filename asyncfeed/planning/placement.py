@@ -26,7 +26,7 @@ class FieldPlacement:
     """Frames; of whole utterances each field has its own number."""
     nbytes: Integers
     kind: Kind | None
-    """What all slices look like, which are then packed as the rows of one array; None if they differ."""
+    """What all slices that have frames look like, which are then packed as the rows of one array; None if they differ."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,13 +35,13 @@ class Placement:
 
     fields: tuple[FieldPlacement, ...]
     tables: int
-    """Where the tables of a shuffled order begin: two int32 per unit, the shuffled units and the owners."""
+    """Where the tables of a shuffled order begin: two int32 per unit; none if in order."""
     num_units: int
     nbytes: int
     """Bytes of the segment that are in use."""
 
     def tables_of(self, memory: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Views of the two tables: which unit comes when, and which slice each unit belongs to; empty if in order."""
+        """Views of the two tables: the units in their shuffled order, and the slice that each is of."""
         tables = memory[self.tables : self.nbytes].view(np.int32)
         return tables[: self.num_units], tables[self.num_units :]
 
@@ -59,12 +59,13 @@ def place(partition: Partition, corpus: Corpus, cut: Cut) -> Placement:
 
 def _place_field(utts: Integers, lengths: Integers, catalog: Catalog, position: int) -> tuple[FieldPlacement, int]:
     kinds = catalog.kind[utts]
-    alike = bool(kinds.size) and not np.any(kinds != kinds[0])
+    seen = kinds[lengths > 0] if lengths.any() else kinds  # what has no frames fits any array of frames
+    alike = bool(seen.size) and not np.any(seen != seen[0])
     frame_nbytes = np.array([k.frame_nbytes for k in catalog.kinds], np.int64)[kinds]
     nbytes = lengths * frame_nbytes
     room = nbytes if alike else -(-nbytes // ALIGNMENT) * ALIGNMENT
     ends = position + np.cumsum(room, dtype=np.int64)
     begin = ends - room
     end = int(ends[-1]) if ends.size else position
-    kind = catalog.kinds[kinds[0]] if alike else None
+    kind = catalog.kinds[seen[0]] if alike else None
     return FieldPlacement(begin, lengths, nbytes, kind), -(-end // ALIGNMENT) * ALIGNMENT

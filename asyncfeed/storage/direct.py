@@ -1,43 +1,30 @@
 """Read byte ranges of files straight into memory: vectored, planned, without a Python object per range.
 
-Why not ``os.preadv``: it wants a Python list of buffers. The tables here are made by numpy and handed to the C library's
-``preadv(2)`` as they are; ctypes lets go of the GIL once per call. Each return to the interpreter may wait as long as
-its switch interval (5 ms) while another thread runs Python, so what counts is calls, not microseconds.
+Why not ``os.preadv``: it wants a Python list of buffers. The tables here are made by numpy and handed to the kernel as
+they are; ctypes lets go of the GIL once per call. Each return to the interpreter may wait as long as its switch interval
+(5 ms) while another thread runs Python, so what counts is calls, not microseconds: many are submitted as one.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncfeed.errors import DamagedFileError, StorageError
-from asyncfeed.planning.coalesce import MAX_GAP, Calls
-from asyncfeed.storage.files import Descriptors
+from asyncfeed.planning.coalesce import MAX_CALL_NBYTES, MAX_GAP, Calls
+from asyncfeed.storage.files import MAX_OPEN, Descriptors
 from asyncfeed.storage.hdf5file import translate
+from asyncfeed.storage.libc import IOCB, IOCB_CMD_PREADV, IOVEC, Submission, find_preadv, find_submission, last_error
 
 __all__ = ["DirectReader", "available"]
 
-IOVEC = np.dtype([("base", np.uintp), ("nbytes", np.uintp)])
-"""``struct iovec`` of readv(2)."""
+FEW = 4
+"""Up to so many calls are made one by one: fewer than the two that a submission takes would hardly be saved."""
 
-
-def _find_preadv() -> Callable[[int, int, int, int], int] | None:
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        preadv = getattr(libc, "preadv64", None) or libc.preadv
-    except (OSError, AttributeError, TypeError):  # not POSIX, or a C library without it
-        return None
-    preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
-    preadv.restype = ctypes.c_ssize_t
-    return preadv
-
-
-_preadv = _find_preadv()
+_preadv = find_preadv()
 
 
 def available() -> bool:
@@ -57,6 +44,12 @@ class DirectReader:
         self.stopped = stopped
         self.num_calls = 0
         self._scratch = np.empty(MAX_GAP, np.uint8)
+        self._submission = find_submission()
+
+    def close(self) -> None:
+        """Give back what the kernel lent."""
+        if self._submission is not None:
+            self._submission.close()
 
     def read(self, calls: Calls, memory: NDArray[np.uint8], name_of: Callable[[int], str]) -> None:
         """Fill ``memory`` with what ``calls`` describe. Stops between two calls once ``stopped()`` is true.
@@ -68,32 +61,60 @@ class DirectReader:
             DamagedFileError: a file ends within an utterance.
             ReadError: the operating system reports an error.
         """
+        pieces = self._pieces(calls, memory)
+        edges = _batches(calls)
+        for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            left: Sequence[int] = range(start, stop)
+            if self._submission is not None and stop - start > FEW and not self.stopped():
+                left = self._submit(self._submission, calls, pieces, start, stop)
+            for call in left:
+                if self.stopped():
+                    return
+                self._read_one(calls, call, pieces[calls.edges[call] : calls.edges[call + 1]], name_of)
+            for file in np.unique(calls.file[start:stop]).tolist():
+                self.descriptors.check(file)
+
+    def _pieces(self, calls: Calls, memory: NDArray[np.uint8]) -> NDArray[np.void]:
+        """Where the kernel shall write."""
         wanted = calls.dest >= 0
-        fits = calls.dest + calls.nbytes <= memory.size
-        if not np.all(np.where(wanted, fits, calls.nbytes <= self._scratch.size)):
+        fits = np.where(wanted, calls.dest + calls.nbytes <= memory.size, calls.nbytes <= self._scratch.size)
+        if not fits.all():
             raise AssertionError("a planned read does not fit its segment")  # never write beyond our memory
         pieces = np.empty(calls.dest.size, IOVEC)
         pieces["base"] = np.where(wanted, calls.dest + memory.ctypes.data, self._scratch.ctypes.data)
         pieces["nbytes"] = calls.nbytes
-        for call, file in enumerate(calls.file.tolist()):
-            if self.stopped():
-                return
-            part = slice(calls.edges[call], calls.edges[call + 1])
-            try:
-                self._call(self.descriptors[file], pieces[part], int(calls.offset[call]))
-            except EOFError:
-                self.descriptors.check(file)
-                path, utt = self.descriptors.path(file), name_of(int(calls.owner[part.stop - 1]))
-                raise DamagedFileError(
-                    f"{path} ends before the end of utterance {utt!r}; the file is truncated: copy or make it again"
-                ) from None
-            except OSError as error:
-                if isinstance(error, StorageError):
-                    raise
-                path, utt = self.descriptors.path(file), name_of(int(calls.owner[part.start]))
-                raise translate(error, path, f"read utterance {utt!r}") from error
-        for file in np.unique(calls.file).tolist():
+        return pieces
+
+    def _submit(
+        self, submission: Submission, calls: Calls, pieces: NDArray[np.void], start: int, stop: int
+    ) -> list[int]:
+        """Make a batch of calls at once; those that did not bring all they should, and why, is found out one by one."""
+        requests = np.zeros(stop - start, IOCB)
+        requests["data"] = np.arange(stop - start)
+        requests["opcode"] = IOCB_CMD_PREADV
+        requests["fd"] = [self.descriptors[file] for file in calls.file[start:stop].tolist()]
+        requests["buf"] = pieces.ctypes.data + calls.edges[start:stop] * IOVEC.itemsize
+        requests["nbytes"] = np.diff(calls.edges[start : stop + 1])
+        requests["offset"] = calls.offset[start:stop]
+        expected = np.add.reduceat(calls.nbytes, calls.edges[start:stop])
+        self.num_calls += 2
+        return (start + np.flatnonzero(submission.read(requests) != expected)).tolist()
+
+    def _read_one(self, calls: Calls, call: int, pieces: NDArray[np.void], name_of: Callable[[int], str]) -> None:
+        file = int(calls.file[call])
+        try:
+            self._call(self.descriptors[file], pieces, int(calls.offset[call]))
+        except EOFError:
             self.descriptors.check(file)
+            path, utt = self.descriptors.path(file), name_of(int(calls.owner[calls.edges[call + 1] - 1]))
+            raise DamagedFileError(
+                f"{path} ends before the end of utterance {utt!r}; the file is truncated: copy or make it again"
+            ) from None
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            path, utt = self.descriptors.path(file), name_of(int(calls.owner[calls.edges[call]]))
+            raise translate(error, path, f"read utterance {utt!r}") from error
 
     def _call(self, fd: int, pieces: NDArray[np.void], offset: int) -> None:
         """One vectored read; again for what is left when the kernel gives less than asked for."""
@@ -105,14 +126,29 @@ class DirectReader:
             if done == left:
                 return
             if done < 0:
-                code = ctypes.get_errno()
-                if code == errno.EINTR:
+                error = last_error()
+                if error.errno == errno.EINTR:
                     continue
-                raise OSError(code, os.strerror(code))
+                raise error
             if done == 0:
                 raise EOFError
             offset, left = offset + done, left - done
             pieces = _rest(pieces, done)
+
+
+def _batches(calls: Calls) -> NDArray[np.int64]:
+    """Edges of groups of calls that can be submitted together: not too many, nor too much, nor of too many files."""
+    if not len(calls):
+        return np.zeros(1, np.int64)
+    nbytes = np.add.reduceat(calls.nbytes, calls.edges[:-1])
+    files = np.cumsum(np.append(0, calls.file[1:] != calls.file[:-1]))
+    share = (
+        np.arange(len(calls)) // Submission.MAX_READS,
+        (np.cumsum(nbytes) - nbytes) // MAX_CALL_NBYTES,
+        files // MAX_OPEN,
+    )
+    changed = np.any([s[1:] != s[:-1] for s in share], axis=0)
+    return np.concatenate(([0], np.flatnonzero(changed) + 1, [len(calls)]))
 
 
 def _rest(pieces: NDArray[np.void], done: int) -> NDArray[np.void]:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import h5py
 import numpy as np
-from h5py import h5, h5d, h5g, h5o, h5p, h5t, h5z
+from h5py import h5, h5d, h5g, h5o, h5p, h5t
 
 from asyncfeed.errors import ClosedError
 from asyncfeed.planning.catalog import Access, Catalog, FileStamp, Kind, Skipped
 from asyncfeed.planning.strings import Strings
-from asyncfeed.storage.hdf5file import is_written_here, open_hdf5, stamp, translate
+from asyncfeed.storage.direct import available as direct_reads_available
+from asyncfeed.storage.hdf5file import can_decode, is_written_here, open_hdf5, stamp, translate
 from asyncfeed.storage.source import Container, Key
 
 __all__ = ["Progress", "scan"]
@@ -77,7 +78,7 @@ class _Scan:
         self.progress, self.stop = progress, stop
         self.files = [before or _stamp_of_handle(root)]
         self.file_of: dict[str, int] = {root.file.filename: 0}
-        self.direct = _may_read_directly(container, root)
+        self.direct = [_may_read_directly(container, root)]
         self.types: dict[bytes, _Type] = {}
         self.kinds: dict[tuple[np.dtype[np.generic], tuple[int, ...]], tuple[int, int]] = {}
         self.filters: dict[int, bool] = {}
@@ -95,7 +96,7 @@ class _Scan:
                 if seen % STEP == 0:
                     self.breathe()
         except (OSError, RuntimeError, ValueError, KeyError) as error:
-            raise translate(error, self.files[0].path, "walk over the groups") from error
+            raise translate(error, self.files[0].path) from error
         if self.progress:
             self.progress(len(self.ids) % STEP)
         return self.verified(self.catalog())
@@ -118,6 +119,7 @@ class _Scan:
             files=tuple(self.files),
             kinds=tuple(Kind(*kind) for kind in self.kinds),
             key=self.pattern,
+            filters=tuple(self.filters),
             skipped=tuple(self.skipped),
         )
 
@@ -130,35 +132,43 @@ class _Scan:
         stack = [(root, "", 0, iter(_links(root)))]
         while stack:
             group, prefix, file, links = stack[-1]
-            name, external = next(links, (None, False))
+            name, hard = next(links, (None, False))
             if name is None:
                 stack.pop()
                 continue
             path = prefix + name.decode("utf-8", "surrogateescape")
-            found = self.follow(group, name, path)
+            found = self.follow(group, name, path, hard)
             if isinstance(found, h5d.DatasetID):
-                yield path, found, self.number_of(found) if external else file
+                yield path, found, file if hard else self.number_of(found)
             elif isinstance(found, h5g.GroupID) and self.key.leads_into(path) and _identity(found) not in visited:
                 visited.add(_identity(found))
-                inside = self.number_of(found) if external else file
+                inside = file if hard else self.number_of(found)
                 stack.append((found, f"{path}/", inside, iter(_links(found))))
 
-    def follow(self, group: h5g.GroupID, name: bytes, path: str) -> h5g.GroupID | h5d.DatasetID | None:
+    def follow(
+        self, group: h5g.GroupID, name: bytes, path: str, hard: bool
+    ) -> h5g.GroupID | h5d.DatasetID | None:
         try:
             found = h5o.open(group, name)
         except (KeyError, OSError, RuntimeError, ValueError) as error:
-            self.skip(path, f"the link leads nowhere ({error})", "mend or delete the link", harmless=True)
+            if hard:  # which leads to an object in this very file, so there was one
+                self.skip(self.key.utt(path) or path, f"its header is damaged ({error})", "copy or make the file again")
+            else:
+                self.skip(path, f"the link leads nowhere ({error})", "mend or delete the link", harmless=True)
             return None
         if isinstance(found, h5t.TypeID):
             self.skip(path, "it is a named datatype, not data", "nothing needs to be done", harmless=True)
         return found
 
     def number_of(self, obj: h5g.GroupID | h5d.DatasetID) -> int:
-        """The number of the file that an external link led to."""
-        path = os.fsdecode(h5py.h5f.get_name(obj))
+        """The number of the file that a soft or external link led to; a soft one may lead through an external one."""
+        return self.number_of_path(os.fsdecode(h5py.h5f.get_name(obj)))
+
+    def number_of_path(self, path: str) -> int:
         if path not in self.file_of:
             self.file_of[path] = len(self.files)
             self.files.append(stamp(path))
+            self.direct.append(not is_written_here(path))
         return self.file_of[path]
 
     # -- one dataset -----------------------------------------------------------------------------------------------
@@ -172,7 +182,7 @@ class _Scan:
             found = "it is a scalar, without a time axis" if shape == () else "it is empty (a null dataspace)"
             return self.skip(utt, found, "leave it out with excludes=, or store at least one axis")
         kind, frame_nbytes = self.kind_of(stored.dtype, shape[1:])
-        access = self.access_of(utt, dataset, stored, offset)
+        access = self.access_of(utt, dataset, stored, offset, file)
         if access is None:
             return None
         direct = access == Access.DIRECT
@@ -189,10 +199,12 @@ class _Scan:
         self.swapped.append(stored.swapped)
         return None
 
-    def access_of(self, utt: str, dataset: h5d.DatasetID, stored: _Type, offset: int | None) -> Access | None:
+    def access_of(
+        self, utt: str, dataset: h5d.DatasetID, stored: _Type, offset: int | None, file: int
+    ) -> Access | None:
         """How to read a dataset; None if that is impossible, which has then been noted."""
         if offset is not None:
-            if not self.direct:
+            if not self.direct[file]:
                 return Access.HANDLE
             return Access.DIRECT if stored.plain else Access.CONVERTED
         layout = dataset.get_create_plist()
@@ -202,9 +214,9 @@ class _Scan:
         if kind == h5d.COMPACT:
             return Access.COMPACT
         if kind == h5d.VIRTUAL:
-            return self.elsewhere(utt, Access.VIRTUAL, _virtual_files(layout, self.files[0].path))
+            return self.elsewhere(utt, Access.VIRTUAL, _virtual_files(layout, self.files[file].path))
         if layout.get_external_count():
-            return self.elsewhere(utt, Access.EXTERNAL, _external_files(layout))
+            return self.elsewhere(utt, Access.EXTERNAL, _external_files(layout, self.files[file].path))
         return Access.UNALLOCATED
 
     def chunked(self, utt: str, layout: h5p.PropDCID) -> Access | None:
@@ -222,7 +234,7 @@ class _Scan:
 
     def can_decode(self, code: int) -> bool:
         if code not in self.filters:
-            self.filters[code] = bool(h5z.filter_avail(code)) or (_import_plugins() and bool(h5z.filter_avail(code)))
+            self.filters[code] = can_decode(code)
         return self.filters[code]
 
     def elsewhere(self, utt: str, access: Access, paths: list[str]) -> Access | None:
@@ -231,6 +243,8 @@ class _Scan:
             if not os.path.exists(path):
                 self.skip(utt, f"its bytes are in {path}, which is not there", "put that file back")
                 return None
+        for path in paths:
+            self.number_of_path(path)  # so that a change of it is a change of ours
         return access
 
     def kind_of(self, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> tuple[int, int]:
@@ -277,6 +291,8 @@ def _stamp_of_handle(root: h5py.Group) -> FileStamp:
 
 
 def _may_read_directly(container: Container, root: h5py.Group) -> bool:
+    if not direct_reads_available():
+        return False
     if container.handle is None:
         return not is_written_here(container.path)
     return bool(root.file.mode == "r" and root.file.driver == "sec2" and not is_written_here(root.file.filename))
@@ -288,11 +304,11 @@ def _identity(group: h5g.GroupID) -> tuple[int, int]:
 
 
 def _links(group: h5g.GroupID) -> list[tuple[bytes, bool]]:
-    """The names in a group, in h5py's order, and whether each is an external link."""
+    """The names in a group, in h5py's order, and whether each is a hard link."""
     tracked = group.get_create_plist().get_link_creation_order() & h5p.CRT_ORDER_TRACKED
     found: list[tuple[bytes, bool]] = []
     group.links.iterate(
-        lambda name, info: found.append((name, info.type == h5py.h5l.TYPE_EXTERNAL)),
+        lambda name, info: found.append((name, info.type == h5py.h5l.TYPE_HARD)),
         idx_type=h5.INDEX_CRT_ORDER if tracked else h5.INDEX_NAME,
         info=True,
     )
@@ -324,22 +340,25 @@ def _describe(datatype: h5t.TypeID, dtype: np.dtype[np.generic]) -> str:
     return f"{names.get(datatype.get_class(), 'unsuitable')} ({dtype})"
 
 
-def _external_files(layout: h5p.PropDCID) -> list[str]:
-    prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "")
+def _external_files(layout: h5p.PropDCID, path: str) -> list[str]:
+    """The raw files that hold the bytes of a dataset, where HDF5 looks for them."""
     names = [os.fsdecode(layout.get_external(i)[0]) for i in range(layout.get_external_count())]
-    return [os.path.join(prefix, name) for name in names]
+    return [os.path.join(_prefix("HDF5_EXTFILE_PREFIX", path), name) for name in names]
 
 
 def _virtual_files(layout: h5p.PropDCID, path: str) -> list[str]:
     """The files that a virtual dataset draws from, except patterns, which may match any number of files."""
-    prefix = os.path.dirname(os.path.abspath(path))
     names = {os.fsdecode(layout.get_virtual_filename(i)) for i in range(layout.get_virtual_count())}
-    return [os.path.join(prefix, name) for name in sorted(names) if name != "." and "%" not in name]
+    places = (_prefix("HDF5_VDS_PREFIX", path), os.path.dirname(os.path.abspath(path)), "")
+    return [_first_there(places, name) for name in sorted(names) if name != "." and "%" not in name]
 
 
-def _import_plugins() -> bool:
-    try:
-        import hdf5plugin  # noqa: F401, PLC0415 - registers further codecs with HDF5 when it is installed
-    except ImportError:
-        return False
-    return True
+def _prefix(variable: str, path: str) -> str:
+    """The directory that an environment variable names; HDF5 lets it refer to that of the file."""
+    return os.environ.get(variable, "").replace("${ORIGIN}", os.path.dirname(os.path.abspath(path)))
+
+
+def _first_there(places: tuple[str, ...], name: str) -> str:
+    """``name`` in the first of the places that has it; else where it belongs, beside the file."""
+    there = [found for place in places if os.path.exists(found := os.path.join(place, name))]
+    return there[0] if there else os.path.join(places[1], name)
