@@ -103,7 +103,7 @@ class Feed:
         self._session: Session | None = None
         self._closed = False
         self._next_epoch = epoch
-        self._opening = threading.Lock()
+        self._opening, self._stop_opening = threading.Lock(), threading.Event()
         self._pid = os.getpid()
 
     # -- opening and closing -------------------------------------------------------------------------------------
@@ -152,21 +152,19 @@ class Feed:
 
     def _opened(self) -> Session:
         self._check_usable()
-        return self._open()
+        return self._open(threading.Event()) if self._session is None else self._session
 
     async def _opened_async(self) -> Session:
         self._check_usable()
-        if self._session is None:
-            return await run_stoppable(self._open)
-        return self._opened()
+        return await run_stoppable(self._open) if self._session is None else self._session
 
-    def _open(self, stop: threading.Event | None = None) -> Session:
+    def _open(self, stop: threading.Event) -> Session:
+        """Open the feed in this thread; ``stop`` ends that early, and so does closing the feed."""
         with self._opening:
-            self._check_usable()
-            self._session = session = self._session or Session(self._settings, stop)
-            if self._closed:  # closing does not wait for a scan
-                self._session = None
-                self._check_usable()
+            self._stop_opening = stop
+            session = self._session or Session(self._settings, stop)
+            self._check_usable()  # it may have been closed meanwhile
+            self._session = session
             return session
 
     def _check_usable(self) -> None:
@@ -178,6 +176,7 @@ class Feed:
         if os.getpid() != self._pid:
             return None  # the parent's, and not ours to close
         self._closed = True
+        self._stop_opening.set()
         session, self._session = self._session, None
         return session
 
