@@ -282,12 +282,12 @@ def _slack(corpus: Corpus) -> int:
 def _pack(charge: Integers, room: int, partition_nbytes: int) -> tuple[Integers, Integers]:
     """Partition edges by next-fit: each partition takes slices until the next one would not fit."""
     total = np.concatenate(([0], np.cumsum(charge)))
-    edges, limit = [0], FIRST_PARTITION_NBYTES
+    edges, limit = [0], min(FIRST_PARTITION_NBYTES, room)
     while edges[-1] < charge.size:
         first = edges[-1]
-        last = int(np.searchsorted(total, total[first] + min(limit, room), side="right")) - 1
+        last = int(np.searchsorted(total, total[first] + limit, side="right")) - 1
         edges.append(max(last, first + 1))
-        limit *= 2
+        limit = min(2 * limit, room)
     inner = np.array(edges, np.int64)
     return inner, np.diff(total[inner]) + (partition_nbytes - room)
 
