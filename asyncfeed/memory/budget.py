@@ -13,7 +13,7 @@ import psutil
 from asyncfeed.errors import ArgumentError, BudgetError
 from asyncfeed.units import GIB, PAGE_NBYTES, format_nbytes, parse_nbytes, parse_share
 
-__all__ = ["MAX_AUTO", "Budget", "Limit", "Measurement", "MemoryBudget", "measure", "resolve"]
+__all__ = ["MAX_AUTO", "Budget", "Limit", "Measurement", "MemoryBudget", "check_request", "measure", "resolve"]
 
 MAX_AUTO = GIB
 """What ``memory_budget="auto"`` takes at most."""
@@ -196,6 +196,14 @@ class Budget:
             f"{format_nbytes(self.nbytes)} for segments of {format_nbytes(self.partition_nbytes)}: {self.reason}; "
             f"{self.measured}"
         )
+
+
+def check_request(wanted: int | str | MemoryBudget) -> None:
+    """Raise `ArgumentError` if a request for memory has no meaning, however much memory there is."""
+    size = wanted.size if isinstance(wanted, MemoryBudget) else wanted
+    if isinstance(size, str) and (size.strip().lower() == "auto" or parse_share(size) is not None):
+        return
+    parse_nbytes(size)
 
 
 def resolve(wanted: int | str | MemoryBudget, *, needed: int, prefetch: int, measured: Measurement) -> Budget:
