@@ -9,6 +9,7 @@ import numpy as np
 from h5py import h5d, h5p, h5s, h5t
 from numpy.typing import NDArray
 
+from asyncfeed.errors import ChangedFileError
 from asyncfeed.planning.catalog import FileStamp
 from asyncfeed.storage.files import HDF5Files
 from asyncfeed.storage.hdf5file import translate
@@ -46,13 +47,15 @@ class HDF5Reader:
             if out.size == 0:
                 return
             dataset = self._dataset(file, path, cut)
-            memory_type = h5t.py_create(dataset.dtype)
-            if not cut:
-                dataset.read(h5s.ALL, h5s.ALL, out, memory_type)
-                return
-            space = dataset.get_space()
-            space.select_hyperslab((start, *[0] * (out.ndim - 1)), out.shape)
-            dataset.read(h5s.create_simple(out.shape), space, out, memory_type)
+            dtype = dataset.dtype  # once: it is made anew for every look
+            self._check_dataset(file, path, dataset.shape, dtype, start, out, cut)
+            out.fill(0)  # HDF5 leaves memory alone where nothing was written and fill values are off; h5py gives zeros
+            space = h5s.ALL
+            if cut:
+                space = dataset.get_space()
+                space.select_hyperslab((start, *[0] * (out.ndim - 1)), out.shape)
+            # Never ALL for the memory: should the dataset grow just now, HDF5 would write beyond ours.
+            dataset.read(h5s.create_simple(out.shape), space, out, h5t.py_create(dtype))
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             raise translate(error, self._stamps[file].path, f"read the dataset {path!r}") from error
 
@@ -64,6 +67,25 @@ class HDF5Reader:
         """Close all files that this reader opened."""
         self._kept = None
         self._files.close()
+
+    def _check_dataset(
+        self,
+        file: int,
+        path: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype[np.generic],
+        start: int,
+        out: NDArray[np.generic],
+        cut: bool,
+    ) -> None:
+        """Raise `ChangedFileError` if a dataset cannot hold what the catalog says: it was resized or made anew."""
+        same_frames = shape[1:] == out.shape[1:] and np.dtype(dtype.str).newbyteorder("=") == out.dtype
+        if same_frames and (shape[0] >= start + len(out) if cut else shape == out.shape):
+            return
+        raise ChangedFileError(
+            f"the dataset {path!r} in {self._stamps[file].path} changed while the feed was open (it has {dtype} {shape} "
+            f"now, and {out.dtype} {out.shape} was to be read from frame {start} on); close the feed and open it again"
+        )
 
     def _dataset(self, file: int, path: str, cut: bool) -> h5d.DatasetID:
         """Open a dataset, or find the one that is still open from its previous slice."""

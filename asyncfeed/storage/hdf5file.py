@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import h5py
-from h5py import h5f
+from h5py import h5f, h5z
 
 from asyncfeed.errors import (
     AsyncFeedError,
@@ -18,7 +18,7 @@ from asyncfeed.errors import (
 )
 from asyncfeed.planning.catalog import FileStamp
 
-__all__ = ["is_written_here", "open_hdf5", "stamp", "translate"]
+__all__ = ["can_decode", "is_written_here", "open_hdf5", "stamp", "translate"]
 
 
 def stamp(path: str, of: int | None = None) -> FileStamp:
@@ -61,6 +61,16 @@ def is_written_here(path: str) -> bool:
         except (OSError, ValueError):  # closed meanwhile, or a file that has no name on disk
             continue
     return False
+
+
+def can_decode(code: int) -> bool:
+    """Whether HDF5 has the filter with this number; hdf5plugin, where installed, is imported for its filters."""
+    if not h5z.filter_avail(code):
+        try:
+            import hdf5plugin  # noqa: F401, PLC0415 - registers further codecs with HDF5
+        except ImportError:
+            return False
+    return bool(h5z.filter_avail(code))
 
 
 def translate(error: BaseException, path: str, doing: str = "open") -> AsyncFeedError:

@@ -10,20 +10,18 @@ import contextlib
 import hashlib
 import json
 import os
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import platformdirs
 
-from asyncfeed.errors import StorageError
 from asyncfeed.planning.catalog import Catalog, FileStamp, Kind
 from asyncfeed.planning.strings import Strings
-from asyncfeed.storage.hdf5file import stamp
+from asyncfeed.storage.hdf5file import can_decode, stamp
 
 __all__ = ["beside", "in_cache", "load_index", "save_index"]
 
-VERSION = 1
+VERSION = 2
 COLUMNS = ("file", "offset", "length", "kind", "access", "swapped")
 
 
@@ -58,6 +56,7 @@ def save_index(catalog: Catalog, place: Path) -> None:
         "version": VERSION,
         "key": catalog.key,
         "files": [[f.path, f.size, f.mtime_ns, f.inode] for f in catalog.files],
+        "filters": catalog.filters,
         "kinds": [[k.dtype.str, k.shape] for k in catalog.kinds],
     }
     temporary = place.with_name(f"{place.name}.{os.getpid()}.{os.urandom(4).hex()}")
@@ -77,20 +76,21 @@ def save_index(catalog: Catalog, place: Path) -> None:
 
 def _load(place: Path, path: str, key: str) -> Catalog | None:
     """What is at ``place``, unless it is absent, damaged, of another version, or about another state of the files."""
-    unusable = (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, StorageError)
-    with contextlib.suppress(*unusable), np.load(place) as arrays:
+    # Any exception: what numpy and zipfile raise over foreign bytes is no closed list, and a scan is always right.
+    with contextlib.suppress(Exception), np.load(place) as arrays:
         header = json.loads(arrays["header"].tobytes())
         if header["version"] != VERSION or header["key"] != key:
             return None
         # The first file is the one asked for, whatever it was called when the index was made.
         files = [FileStamp(path, *header["files"][0][1:])] + [FileStamp(*f) for f in header["files"][1:]]
-        if any(stamp(f.path) != f for f in files):
+        if any(stamp(f.path) != f for f in files) or not all(map(can_decode, header["filters"])):
             return None
         return Catalog(
             ids=Strings(arrays["blob"], arrays["ends"]),
             files=tuple(files),
             kinds=tuple(Kind(np.dtype(d).newbyteorder("="), tuple(s)) for d, s in header["kinds"]),
             key=key,
+            filters=tuple(header["filters"]),
             **{name: arrays[f"column_{name}"] for name in COLUMNS},
         )
     return None

@@ -43,6 +43,8 @@ class Library:
     """What the ``file`` columns of the corpus point into, for all fields alike."""
     handles: dict[int, h5py.Group]
     """Files that are read through a handle of the user's."""
+    linked: tuple[int, ...]
+    """Files that HDF5 opens by itself on behalf of others, and would miss or confuse without a word."""
     skipped: tuple[Skipped, ...]
 
 
@@ -70,13 +72,16 @@ def open_library(
         parts: list[Catalog] = []
         handles[name] = []
         for container in containers:
-            part = _catalogue(container, unreadable, index, progress, stop)
+            # Without its only file there is nothing to go on with: that error says best what is wrong.
+            part = _catalogue(container, unreadable if len(containers) > 1 else "raise", index, progress, stop)
             if isinstance(part, Skipped):
                 skipped.append(part)
             else:
                 parts.append(part)
                 handles[name] += [container.handle] + [None] * (len(part.files) - 1)
-        merged = _merge(parts, containers)
+        if not parts:
+            raise StorageError(f"none of the {len(containers)} files can be read; the last: {skipped[-1].reason}")
+        merged = _merge(parts)
         skipped += _wanted(merged.skipped, includes, excludes)
         catalogs[name] = select(merged, includes, excludes)
     fatal = [s for s in skipped if not s.harmless]
@@ -84,7 +89,9 @@ def open_library(
         raise _unreadable(fatal)
     aligned, unmatched = align(catalogs, unreadable=unreadable)
     numbered, files, handle_of = _number_files(aligned, handles)
-    return Library(Corpus(numbered, named), files, handle_of, (*skipped, *unmatched))
+    opened = {container.path for containers in fields.values() for container in containers}
+    linked = tuple(number for number, file in enumerate(files) if file.path not in opened)
+    return Library(Corpus(numbered, named), files, handle_of, linked, (*skipped, *unmatched))
 
 
 def _catalogue(
@@ -97,7 +104,7 @@ def _catalogue(
     """The catalog of one container: kept, or scanned and then kept."""
     keep = index == "auto" and container.handle is None and not is_written_here(container.path)
     known = load_index(container.path, container.key) if keep else None
-    if known is not None:
+    if known is not None and not any(is_written_here(f.path) for f in known.files[1:]):
         return known
     try:
         catalog = scan(container, progress=progress, stop=stop)
@@ -105,20 +112,18 @@ def _catalogue(
         if unreadable == "raise":
             raise
         return Skipped("", container.path, str(error), "copy or make it again")
-    if keep and not catalog.skipped:
+    if keep and not catalog.skipped and not any(is_written_here(f.path) for f in catalog.files[1:]):
         with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to stop
             save_index(catalog, in_cache(container.path, container.key))
     return catalog
 
 
-def _merge(parts: list[Catalog], containers: list[Container]) -> Catalog:
+def _merge(parts: list[Catalog]) -> Catalog:
     """One catalog over all files of a field.
 
     Raises:
         ArgumentError: an id appears twice.
     """
-    if not parts:
-        raise StorageError(f"none of the {len(containers)} files can be read; the first is {containers[0].path}")
     catalog = Catalog.concatenate(parts)
     if len(parts) > 1:
         count = Counter(catalog.ids)

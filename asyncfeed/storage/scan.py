@@ -145,9 +145,7 @@ class _Scan:
                 inside = file if hard else self.number_of(found)
                 stack.append((found, f"{path}/", inside, iter(_links(found))))
 
-    def follow(
-        self, group: h5g.GroupID, name: bytes, path: str, hard: bool
-    ) -> h5g.GroupID | h5d.DatasetID | None:
+    def follow(self, group: h5g.GroupID, name: bytes, path: str, hard: bool) -> h5g.GroupID | h5d.DatasetID | None:
         try:
             found = h5o.open(group, name)
         except (KeyError, OSError, RuntimeError, ValueError) as error:
