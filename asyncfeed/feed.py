@@ -32,8 +32,6 @@ __all__ = ["Feed"]
 class Feed:
     """Streams feature files: reads ahead into shared memory, hands out views.
 
-    ::
-
         async with Feed("feats.h5", memory_budget="2g") as feed:
             async for utt, index, frame in feed: ...
 

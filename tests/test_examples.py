@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 
 
-def run(example: str, folder: Path) -> str:
-    """What an example prints, run as users run it but with warnings as errors; in a folder that it must leave empty."""
+def run(script: Path, folder: Path) -> str:
+    """What a script prints, run as users run it, but with warnings as errors."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / example],
+        [sys.executable, "-W", "error", script],
         cwd=folder,
         env={**os.environ, "TMPDIR": str(folder)},
         capture_output=True,
@@ -26,7 +27,6 @@ def run(example: str, folder: Path) -> str:
     )
 
     assert (done.returncode, done.stderr) == (0, "")
-    assert list(folder.iterdir()) == []
     return done.stdout
 
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_quickstart_streams_one_file_in_every_form(folder):
-    printed = run("quickstart.py", folder)
+    printed = run(EXAMPLES / "quickstart.py", folder)
 
     forms = [line.split(":")[0] for line in printed.splitlines()]
     assert forms == [
@@ -52,17 +52,31 @@ def test_the_quickstart_streams_one_file_in_every_form(folder):
         "plain for",
     ]
     assert "the first triplet in file order is ('speaker0/utt000', 0, float32 (80,))" in printed
+    assert list(folder.iterdir()) == []
 
 
 def test_the_training_loop_reaches_a_falling_loss(folder):
-    printed = run("train_async.py", folder)
+    printed = run(EXAMPLES / "train_async.py", folder)
 
     losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)", printed, re.MULTILINE)]
     assert len(losses) == 5
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] / 2
     assert "verdict: " in printed
+    assert list(folder.iterdir()) == []
 
 
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {"quickstart.py", "train_async.py"}
+
+
+def test_the_example_of_the_readme_runs_as_it_is_printed(folder):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    example = re.search(r"<!-- example -->\n```python\n(.*?)```", readme, re.DOTALL)[1]
+    script = folder / "readme.py"
+    script.write_text(example, encoding="utf-8")
+
+    printed = run(script, folder)
+
+    frames, floats = sum(200 + n for n in range(100)), 80
+    assert printed.startswith(f"{frames * floats * 4 / 2**20:.3g} MiB in ")
