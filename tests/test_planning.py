@@ -220,7 +220,7 @@ def test_concatenated_catalogs_keep_their_files_and_kinds(data, num_parts):
 # -- plans -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(corpora(), cuts(), PAGES, st.booleans(), SEEDS, st.integers(0, 5), st.integers(1, 4))
 @example(corpus_of(catalog([395])), Cut(20, 10, False, False, 0), 2, False, 0, 0, 1)  # a tail in no window
 @example(corpus_of(catalog([3000, 0, 7])), Cut(5, 70, True, False, 8), 3, True, 0, 0, 1)  # hops beyond the end
@@ -235,7 +235,7 @@ def test_every_unit_is_planned_once_on_one_rank(corpus, cut, pages, shuffle, see
     assert sum(plan.num_utterances for plan in plans) == len(corpus)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(corpora(), cuts(), PAGES, st.booleans())
 @example(corpus_of(catalog([395])), Cut(20, 10, False, False, 0), 3, False)
 def test_no_partition_takes_more_than_its_size(corpus, cut, pages, shuffle):
@@ -270,7 +270,7 @@ def demanding(draw: st.DrawFn) -> tuple[Corpus, Cut]:
     return corpus_of(*fields), draw(st.sampled_from([windows, WHOLE]))
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.filter_too_much])
 @given(demanding(), st.integers(1, 3), st.integers(2, 4))
 # the first of two utterances that are too large is the smaller one
 @example((corpus_of(catalog([500, 2000])), WHOLE), 1, 2)
@@ -536,7 +536,7 @@ bounds = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(reads(), bounds)
 def test_coalesced_calls_read_exactly_what_was_wanted(wanted, bounds):
     files = FakeFiles()
@@ -546,7 +546,7 @@ def test_coalesced_calls_read_exactly_what_was_wanted(wanted, bounds):
     assert np.array_equal(files.memory, wanted_memory(files, wanted))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(reads(), bounds)
 def test_calls_and_gaps_are_bounded(wanted, bounds):
     calls = coalesce(wanted, **bounds)
