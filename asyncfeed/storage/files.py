@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import h5py
 
-from asyncfeed.errors import ChangedFileError, LockedFileError
+from asyncfeed.errors import ChangedFileError, ClosedError, LockedFileError
 from asyncfeed.planning.catalog import FileStamp
 from asyncfeed.storage.hdf5file import is_written_here, open_hdf5, stamp, translate
 
@@ -70,7 +70,7 @@ class Descriptors(_OpenFiles[int]):
         """
         path = self._files[file].path
         if file in self._handles:
-            return os.dup(self._handles[file].file.id.get_vfd_handle())
+            return os.dup(_still_open(self._handles[file], path).file.id.get_vfd_handle())
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -100,7 +100,7 @@ class HDF5Files(_OpenFiles[h5py.Group]):
 
     def _open_one(self, file: int) -> h5py.Group:
         if file in self._handles:
-            return self._handles[file]
+            return _still_open(self._handles[file], self._files[file].path)
         self.check(file)
         return open_hdf5(self._files[file].path)
 
@@ -115,6 +115,14 @@ class HDF5Files(_OpenFiles[h5py.Group]):
         """
         if file not in self._handles and not is_written_here(self._files[file].path):
             check_unchanged(self._files[file])
+
+
+def _still_open(handle: h5py.Group, path: str) -> h5py.Group:
+    if not handle:
+        raise ClosedError(
+            f"the h5py handle of {path} was closed while the feed was open; keep it open until the feed is closed"
+        )
+    return handle
 
 
 def check_unchanged(expected: FileStamp, fd: int | None = None) -> None:

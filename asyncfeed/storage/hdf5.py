@@ -97,24 +97,22 @@ class HDF5Reader:
             self._reads[file] = 0
         self._reads[file] = self._reads.get(file, 0) + 1
         name = path.encode("utf-8", "surrogateescape")
-        dataset = h5d.open(self._files[file].id, name)
-        if cut:
-            dataset = self._reopened_for_slices(file, name, dataset)
-            self._kept = (file, path, dataset)
+        group = self._files[file].id
+        if not cut:
+            return h5d.open(group, name)
+        # Opened twice, one after the other: who opens a dataset first decides about its cache.
+        dataset = h5d.open(group, name, _room_for_slices(h5d.open(group, name)))
+        self._kept = (file, path, dataset)
         return dataset
 
-    def _reopened_for_slices(self, file: int, name: bytes, dataset: h5d.DatasetID) -> h5d.DatasetID:
-        """The same dataset with room for one row of its chunks, so that a chunk two slices share is decoded once."""
-        layout = dataset.get_create_plist()
-        if layout.get_layout() != h5d.CHUNKED:
-            return dataset
+
+def _room_for_slices(dataset: h5d.DatasetID) -> h5p.PropDAID:
+    """Cache settings that keep one row of chunks, so that a chunk which two slices share is decoded once."""
+    access, layout = h5p.create(h5p.DATASET_ACCESS), dataset.get_create_plist()
+    if layout.get_layout() == h5d.CHUNKED:
         chunk = np.array(layout.get_chunk())
         in_a_row = int(np.prod(-(-np.array(dataset.shape[1:], int) // chunk[1:]), dtype=int))
         nbytes = int(np.prod(chunk, dtype=int)) * dataset.dtype.itemsize * in_a_row
-        access = h5p.create(h5p.DATASET_ACCESS)
         slots, default, _ = access.get_chunk_cache()
-        if nbytes <= default:
-            return dataset
-        access.set_chunk_cache(max(slots, 10 * in_a_row + 1), nbytes, 1.0)
-        del dataset  # the first one to open a dataset decides about its cache
-        return h5d.open(self._files[file].id, name, access)
+        access.set_chunk_cache(max(slots, 10 * in_a_row + 1), max(nbytes, default), 1.0)
+    return access

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import h5py
 import numpy as np
 from h5py import h5, h5d, h5g, h5o, h5p, h5t
+from numpy.typing import NDArray
 
 from asyncfeed.errors import ClosedError
 from asyncfeed.planning.catalog import Access, Catalog, FileStamp, Kind, Skipped
 from asyncfeed.planning.strings import Strings
+from asyncfeed.storage.datatypes import Stored, examine
 from asyncfeed.storage.direct import available as direct_reads_available
 from asyncfeed.storage.hdf5file import can_decode, is_written_here, open_hdf5, stamp, translate
+from asyncfeed.storage.headers import Header, Headers, HeadersError
 from asyncfeed.storage.source import Container, Key
 
 __all__ = ["Progress", "scan"]
@@ -26,6 +30,9 @@ Progress = Callable[[int], None]
 
 STEP = 1000
 """Datasets between two looks at whether to stop."""
+
+FEW = 32
+"""In a group with fewer links datasets are opened one by one, which is as fast."""
 
 SAMPLES, SAMPLE_NBYTES = 8, 1 << 16
 """How many datasets of a file are compared with HDF5 before it is read directly, and how much of each."""
@@ -45,20 +52,31 @@ def scan(container: Container, *, progress: Progress | None = None, stop: thread
         return _Scan(container, container.handle, progress, stop).run()
     before = stamp(container.path)
     with open_hdf5(container.path) as file:
+        if _may_read_directly(container, file):
+            stopped = stop.is_set if stop is not None else lambda: False
+            with (
+                contextlib.suppress(HeadersError),  # which are no more than a shortcut
+                contextlib.closing(Headers(before, file, stopped)) as headers,
+            ):
+                return _Scan(container, file, progress, stop, before, headers).run()
         return _Scan(container, file, progress, stop, before).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _Type:
-    """What a datatype means to us; made once for every distinct type of a file."""
+class _Link(NamedTuple):
+    """A link in a group."""
 
-    dtype: np.dtype[np.generic] | None
-    """In native byte order; None if it is not a number."""
-    plain: bool = False
-    """Whether the bytes in the file are what numpy would hold."""
-    swapped: bool = False
-    """Whether the byte order in the file is the other one."""
-    reason: str = ""
+    name: bytes
+    address: int | None
+    """Of the object that a hard link leads to; None for all others."""
+
+
+class _Found(NamedTuple):
+    """A dataset: opened in HDF5, known from its header, or both if it is to tell what its template means."""
+
+    path: str
+    file: int
+    dataset: h5d.DatasetID | None
+    header: Header | None
 
 
 class _Scan:
@@ -71,6 +89,7 @@ class _Scan:
         progress: Progress | None,
         stop: threading.Event | None,
         before: FileStamp | None = None,
+        headers: Headers | None = None,
     ) -> None:
         self.root = root
         self.key = Key(container.key)
@@ -79,7 +98,10 @@ class _Scan:
         self.files = [before or _stamp_of_handle(root)]
         self.file_of: dict[str, int] = {root.file.filename: 0}
         self.direct = [_may_read_directly(container, root)]
-        self.types: dict[bytes, _Type] = {}
+        self.headers = headers
+        self.templates: dict[int, Stored] = {}
+        self.unopened = array("q")
+        self.types: dict[bytes, Stored] = {}
         self.kinds: dict[tuple[np.dtype[np.generic], tuple[int, ...]], tuple[int, int]] = {}
         self.filters: dict[int, bool] = {}
         self.skipped: list[Skipped] = []
@@ -89,16 +111,17 @@ class _Scan:
 
     def run(self) -> Catalog:
         try:
-            for seen, (path, dataset, file) in enumerate(self.walk(), 1):
-                utt = self.key.utt(path)
+            for seen, found in enumerate(self.walk(), 1):
+                utt = self.key.utt(found.path)
                 if utt is not None:
-                    self.add(utt, dataset, file)
+                    self.add(utt, found)
                 if seen % STEP == 0:
                     self.breathe()
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise translate(error, self.files[0].path) from error
         if self.progress:
             self.progress(len(self.ids) % STEP)
+        self.verify_headers()
         return self.verified(self.catalog())
 
     def breathe(self) -> None:
@@ -125,25 +148,45 @@ class _Scan:
 
     # -- the walk ------------------------------------------------------------------------------------------------
 
-    def walk(self) -> Iterator[tuple[str, h5d.DatasetID, int]]:
+    def walk(self) -> Iterator[_Found]:
         """Every dataset with its path and the number of the file that holds it."""
-        root = self.root.id if isinstance(self.root.id, h5g.GroupID) else h5o.open(self.root.id, b".")
+        root = h5o.open(self.root.id, b".")  # of a file, its root group: only that knows whether order is tracked
         visited = {_identity(root)}
-        stack = [(root, "", 0, iter(_links(root)))]
+        stack = [(root, "", 0, self.members(root, 0))]
         while stack:
-            group, prefix, file, links = stack[-1]
-            name, hard = next(links, (None, False))
-            if name is None:
+            group, prefix, file, members = stack[-1]
+            link, header = next(members, (None, None))
+            if link is None:
                 stack.pop()
                 continue
-            path = prefix + name.decode("utf-8", "surrogateescape")
-            found = self.follow(group, name, path, hard)
+            path = prefix + link.name.decode("utf-8", "surrogateescape")
+            if header is not None and self.is_known(group, link, header):
+                yield _Found(path, file, None, header)
+                continue
+            hard = link.address is not None
+            found = self.follow(group, link.name, path, hard)
             if isinstance(found, h5d.DatasetID):
-                yield path, found, file if hard else self.number_of(found)
+                yield _Found(path, file if hard else self.number_of(found), found, header)
             elif isinstance(found, h5g.GroupID) and self.key.leads_into(path) and _identity(found) not in visited:
                 visited.add(_identity(found))
                 inside = file if hard else self.number_of(found)
-                stack.append((found, f"{path}/", inside, iter(_links(found))))
+                stack.append((found, f"{path}/", inside, self.members(found, inside)))
+
+    def members(self, group: h5g.GroupID, file: int) -> Iterator[tuple[_Link, Header | None]]:
+        """The links of a group, with the headers of those datasets that can be read without HDF5."""
+        links = _links(group)
+        if self.headers is None or file != 0 or len(links) < FEW:
+            return ((link, None) for link in links)
+        return zip(links, self.headers.read([link.address for link in links]), strict=True)
+
+    def is_known(self, group: h5g.GroupID, link: _Link, header: Header) -> bool:
+        """Whether a header needs no opening; HDF5, whose listing may name what it cannot find, must find the link."""
+        if header.template not in self.templates:
+            return False
+        try:
+            return bool(group.links.get_info(link.name).u == link.address)
+        except (KeyError, OSError, RuntimeError, ValueError):
+            return False
 
     def follow(self, group: h5g.GroupID, name: bytes, path: str, hard: bool) -> h5g.GroupID | h5d.DatasetID | None:
         try:
@@ -171,41 +214,56 @@ class _Scan:
 
     # -- one dataset -----------------------------------------------------------------------------------------------
 
-    def add(self, utt: str, dataset: h5d.DatasetID, file: int) -> None:
-        stored = self.type_of(dataset)
+    def add(self, utt: str, found: _Found) -> None:
+        stored = self.stored(found)
         if stored.dtype is None:
             return self.skip(utt, stored.reason, "leave it out with excludes=, or store plain numbers")
-        shape, offset = dataset.shape, dataset.get_offset()
+        shape, offset = _shape_and_offset(found)
         if not shape:
-            found = "it is a scalar, without a time axis" if shape == () else "it is empty (a null dataspace)"
-            return self.skip(utt, found, "leave it out with excludes=, or store at least one axis")
+            reason = "it is a scalar, without a time axis" if shape == () else "it is empty (a null dataspace)"
+            return self.skip(utt, reason, "leave it out with excludes=, or store at least one axis")
         kind, frame_nbytes = self.kind_of(stored.dtype, shape[1:])
-        access = self.access_of(utt, dataset, stored, offset, file)
+        file, access = found.file, self.access_of(utt, found, stored, offset)
         if access is None:
             return None
         direct = access == Access.DIRECT
         end = (offset or 0) + shape[0] * frame_nbytes
         if direct and end > self.files[file].size:
-            found = f"its bytes would end at {end}, beyond the end of the file at {self.files[file].size}"
-            return self.skip(utt, found, "the file is truncated: copy or make it again")
+            reason = f"its bytes would end at {end}, beyond the end of the file at {self.files[file].size}"
+            return self.skip(utt, reason, "the file is truncated: copy or make it again")
+        if found.dataset is None:
+            self.unopened.append(len(self.ids))
         self.ids.append(utt)
         self.file.append(file if direct else 0)
-        self.offset.append(offset if direct else -1)
+        self.offset.append(offset if direct and offset is not None else -1)
         self.length.append(shape[0])
         self.kind.append(kind)
         self.access.append(access)
         self.swapped.append(stored.swapped)
         return None
 
-    def access_of(
-        self, utt: str, dataset: h5d.DatasetID, stored: _Type, offset: int | None, file: int
-    ) -> Access | None:
+    def stored(self, found: _Found) -> Stored:
+        """What the datatype of a dataset means to us; the first of a template tells it for all that follow."""
+        header, dataset = found.header, found.dataset
+        if header is not None and (dataset is None or header.template in self.templates):
+            return self.templates[header.template]
+        assert dataset is not None
+        stored = self.type_of(dataset)
+        if header is not None:
+            if (header.shape, header.offset) != (dataset.shape, dataset.get_offset()):
+                raise HeadersError(f"the header of {found.path!r} does not say what HDF5 says")
+            self.templates[header.template] = stored
+        return stored
+
+    def access_of(self, utt: str, found: _Found, stored: Stored, offset: int | None) -> Access | None:
         """How to read a dataset; None if that is impossible, which has then been noted."""
+        file = found.file
         if offset is not None:
             if not self.direct[file]:
                 return Access.HANDLE
             return Access.DIRECT if stored.plain else Access.CONVERTED
-        layout = dataset.get_create_plist()
+        assert found.dataset is not None
+        layout = found.dataset.get_create_plist()
         kind = layout.get_layout()
         if kind == h5d.CHUNKED:
             return self.chunked(utt, layout)
@@ -251,11 +309,11 @@ class _Scan:
             self.kinds[dtype, shape] = (len(self.kinds), Kind(dtype, shape).frame_nbytes)
         return self.kinds[dtype, shape]
 
-    def type_of(self, dataset: h5d.DatasetID) -> _Type:
+    def type_of(self, dataset: h5d.DatasetID) -> Stored:
         datatype = dataset.get_type()
         code = datatype.encode()
         if code not in self.types:
-            self.types[code] = _examine(datatype)
+            self.types[code] = examine(datatype)
         return self.types[code]
 
     def skip(self, utt: str, reason: str, remedy: str, harmless: bool = False) -> None:
@@ -263,10 +321,34 @@ class _Scan:
 
     # -- is the direct way right? -----------------------------------------------------------------------------------
 
+    def verify_headers(self) -> None:
+        """Compare a sample of what was catalogued without HDF5 with what HDF5 says.
+
+        Raises:
+            HeadersError: they differ.
+        """
+        for row in _sample(np.array(self.unopened, np.int64)):
+            try:
+                agreed = self.header_agrees(row)
+            except (KeyError, OSError, RuntimeError, ValueError) as error:
+                raise HeadersError(f"HDF5 cannot open {self.ids[row]!r}") from error
+            if not agreed:
+                raise HeadersError(f"the header of {self.ids[row]!r} does not say what HDF5 says")
+
+    def header_agrees(self, row: int) -> bool:
+        dataset, (dtype, shape) = self.open(self.ids[row]), tuple(self.kinds)[self.kind[row]]
+        stored = self.type_of(dataset)
+        offset = dataset.get_offset() if stored.plain else -1
+        found = (stored.dtype, stored.swapped, dataset.shape, offset)
+        return found == (dtype, bool(self.swapped[row]), (self.length[row], *shape), self.offset[row])
+
+    def open(self, utt: str) -> h5d.DatasetID:
+        return self.root[self.key.path(utt).encode("utf-8", "surrogateescape")].id
+
     def verified(self, catalog: Catalog) -> Catalog:
         """The same catalog, without direct reads if a sample of them differs from what HDF5 gives."""
         direct = np.flatnonzero((catalog.access == Access.DIRECT) & (catalog.nbytes > 0))
-        for row in direct[np.linspace(0, direct.size - 1, min(SAMPLES, direct.size)).astype(int)].tolist():
+        for row in _sample(direct):
             if not self.agrees(catalog, row):
                 wrong = catalog.access == Access.DIRECT
                 catalog.access[wrong], catalog.offset[wrong], catalog.file[wrong] = Access.UNVERIFIED, -1, 0
@@ -274,7 +356,7 @@ class _Scan:
         return catalog
 
     def agrees(self, catalog: Catalog, row: int) -> bool:
-        dataset = self.root[self.key.path(catalog.ids[row]).encode("utf-8", "surrogateescape")]
+        dataset = h5py.Dataset(self.open(catalog.ids[row]))
         kind = catalog.kinds[catalog.kind[row]]
         num_frames = min(int(catalog.length[row]), max(SAMPLE_NBYTES // kind.frame_nbytes, 1))
         wanted = dataset[:num_frames].tobytes()
@@ -301,41 +383,29 @@ def _identity(group: h5g.GroupID) -> tuple[int, int]:
     return info.fileno, info.addr
 
 
-def _links(group: h5g.GroupID) -> list[tuple[bytes, bool]]:
-    """The names in a group, in h5py's order, and whether each is a hard link."""
+def _links(group: h5g.GroupID) -> list[_Link]:
+    """What a group holds, in h5py's order."""
     tracked = group.get_create_plist().get_link_creation_order() & h5p.CRT_ORDER_TRACKED
-    found: list[tuple[bytes, bool]] = []
+    found: list[_Link] = []
     group.links.iterate(
-        lambda name, info: found.append((name, info.type == h5py.h5l.TYPE_HARD)),
+        lambda name, info: found.append(_Link(name, info.u if info.type == h5py.h5l.TYPE_HARD else None)),
         idx_type=h5.INDEX_CRT_ORDER if tracked else h5.INDEX_NAME,
         info=True,
     )
     return found
 
 
-def _examine(datatype: h5t.TypeID) -> _Type:
-    """What a datatype is to numpy, and whether numpy would hold it as the file does."""
-    try:
-        dtype = datatype.dtype
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return _Type(None, reason=f"its type has no equivalent in numpy ({error})")
-    kind = datatype.get_class()
-    if dtype.kind not in "biufc" or dtype.subdtype is not None or kind in (h5t.VLEN, h5t.REFERENCE):
-        return _Type(None, reason=f"its type is {_describe(datatype, dtype)}, not a number")
-    plain = kind in (h5t.INTEGER, h5t.FLOAT) and bool(datatype.equal(h5t.py_create(dtype)))
-    return _Type(np.dtype(dtype.str).newbyteorder("="), plain, not dtype.isnative)
+def _shape_and_offset(found: _Found) -> tuple[tuple[int, ...] | None, int | None]:
+    if found.dataset is not None:
+        return found.dataset.shape, found.dataset.get_offset()
+    assert found.header is not None
+    return found.header.shape, found.header.offset
 
 
-def _describe(datatype: h5t.TypeID, dtype: np.dtype[np.generic]) -> str:
-    names = {
-        h5t.VLEN: "variable-length",
-        h5t.STRING: "text",
-        h5t.COMPOUND: "compound",
-        h5t.REFERENCE: "a reference",
-        h5t.OPAQUE: "opaque",
-        h5t.ARRAY: "an array type",
-    }
-    return f"{names.get(datatype.get_class(), 'unsuitable')} ({dtype})"
+def _sample(rows: NDArray[np.int64]) -> list[int]:
+    """A few rows, the first and the last among them."""
+    picked: list[int] = rows[np.linspace(0, rows.size - 1, min(SAMPLES, rows.size)).astype(int)].tolist()
+    return picked
 
 
 def _external_files(layout: h5p.PropDCID, path: str) -> list[str]:
