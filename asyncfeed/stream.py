@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator
@@ -89,8 +90,8 @@ class Items(Iterator[Item]):
 class AsyncItems(AsyncIterator[Item]):
     """An asynchronous iterator over one epoch. ``__anext__`` is a slot that holds that of an async generator.
 
-    To end an epoch early, ``async with aclosing(aiter(feed)) as frames`` ends the reader thread at once; a mere
-    ``break`` leaves that to the event loop, which does it a moment later.
+    To end an epoch early, ``async with aclosing(aiter(feed)) as frames`` waits for the end of the reader thread; a mere
+    ``break`` tells it to end, as soon as nothing refers to the iterator, and does not wait.
     """
 
     __slots__ = ("__anext__", "__weakref__", "_generator", "_share")
@@ -103,7 +104,7 @@ class AsyncItems(AsyncIterator[Item]):
         gate = _Gate(self, "__anext__", _refuse_async)
         self._share = _Share()
         self._generator = _items(start, form, gate, self._share)
-        gate.open(self._generator.__anext__)
+        gate.open(partial(_first_step, self._generator, gate))
 
     async def aclose(self) -> None:
         """End the iteration and its reader thread; a task that waits in this iterator fails. Idempotent."""
@@ -178,6 +179,22 @@ def _refuse() -> NoReturn:
     )
 
 
+def _first_step(generator: AsyncGenerator[Item, None], gate: _Gate) -> Awaitable[Item]:
+    """Step into the generator without showing it to the event loop.
+
+    Loops want to see generators in order to close them in a task when they are collected, and trio warns about each.
+    This one closes without waiting for anything.
+    """
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
+    try:
+        step = generator.__anext__()
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
+    gate.open(generator.__anext__)
+    return step
+
+
 async def _refuse_async() -> NoReturn:
     """Raises when awaited: CPython 3.11 crashes if the call itself fails within ``anext(iterator, default)``."""
     _refuse()
@@ -241,7 +258,12 @@ async def _items(
             for block in form.rest():
                 for item in block:
                     yield item
-        finally:
+        except GeneratorExit:  # collected, or closed by aclose(), which waits
+            prefetch.end(ClosedError("the iterator is gone"))
+            raise
+        except BaseException:
             await prefetch.aclose()
+            raise
+        await prefetch.aclose()
     finally:
         gate.open()

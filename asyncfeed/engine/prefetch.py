@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections import deque
@@ -81,14 +82,24 @@ def _read_ahead(
         with contextlib.closing(Loader(library, exchange.stopped)) as exchange.loader:
             _read_partitions(exchange, exchange.loader, make_plan(), statistics)
     except AsyncFeedError as error:
-        exchange.publish(error)
+        exchange.publish(_without_views(error))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must hear of it
         unforeseen = ReadError(f"the reader thread failed: {type(error).__name__}: {error}")
         unforeseen.__cause__ = error
-        exchange.publish(unforeseen)
+        exchange.publish(_without_views(unforeseen))
     finally:
-        atexit.unregister(leave)
+        leave.at_exit.detach()
+        exchange.loader = None  # it refers to the exchange, and so to the pool
         exchange.ended.set()
+
+
+def _without_views(error: AsyncFeedError) -> AsyncFeedError:
+    """Clear what the tracebacks of an error refer to: who keeps it would keep a segment as well."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 def _read_partitions(exchange: _Exchange, loader: Loader, plan: Plan, statistics: Statistics) -> None:
@@ -118,9 +129,10 @@ def _read_partitions(exchange: _Exchange, loader: Loader, plan: Plan, statistics
 class _Leave:
     """Ends a pass from outside of it: when it is collected, and when the interpreter exits."""
 
-    def __init__(self, exchange: _Exchange) -> None:
+    def __init__(self, exchange: _Exchange, thread: threading.Thread) -> None:
         self.exchange, self.pid = exchange, os.getpid()
-        self.thread: threading.Thread | None = None
+        self.thread = thread
+        self.at_exit = weakref.finalize(thread, self)
 
     def tell(self) -> None:
         """Make the reader stop, without waiting for it."""
@@ -130,10 +142,21 @@ class _Leave:
     def __call__(self) -> None:
         """At exit: a thread inside h5py while Python goes away hangs or crashes the process, so wait for it."""
         self.tell()
-        if os.getpid() == self.pid and self.thread is not None:
+        if os.getpid() == self.pid and self.thread.ident is not None:  # started; if not, it finds that it is to stop
             self.thread.join(PATIENCE_AT_EXIT)
-            if self.exchange.loader is not None and self.exchange.loader.in_hdf5:
+            loader = self.exchange.loader
+            if loader is not None and loader.in_hdf5:
                 self.thread.join(PATIENCE_WITH_HDF5)
+
+
+# Registers weakref's exit hook now, before the program registers its own, which may still iterate and run first then.
+weakref.finalize(_Leave, int)
+
+
+def _refuse_exit() -> None:
+    """Raise `ClosedError` once the interpreter is going away: no thread but this one runs then, so it would wait forever."""
+    if sys.is_finalizing():
+        raise ClosedError("there is no reader thread any longer: the interpreter is going away")
 
 
 class Prefetch:
@@ -154,19 +177,18 @@ class Prefetch:
         self._pid = os.getpid()
         self._over = False
         self._handed_over = time.perf_counter()
-        leave = _Leave(exchange)
-        leave.thread = threading.Thread(
-            target=_read_ahead,
-            args=(exchange, library, make_plan, statistics, leave),
+        thread = threading.Thread(
+            target=lambda: _read_ahead(exchange, library, make_plan, statistics, leave),
             name="asyncfeed-reader",
-            daemon=True,  # the interpreter waits for other threads before it calls what was registered with atexit
+            daemon=True,  # the interpreter waits for other threads before it calls its exit hooks
         )
-        atexit.register(leave)
+        _refuse_exit()
+        leave = _Leave(exchange, thread)
         weakref.finalize(self, leave.tell).atexit = False
         try:
-            leave.thread.start()
+            thread.start()
         except RuntimeError as error:
-            atexit.unregister(leave)
+            leave.at_exit.detach()
             exchange.ended.set()
             raise ClosedError(f"no reader thread can be started: {error}") from error
 
@@ -232,6 +254,7 @@ class Prefetch:
 
     def _hunger(self) -> Signal | None:
         """Leave a signal to wait for; None if something has come in the meantime."""
+        _refuse_exit()
         signal = self._exchange.hungry = Signal()
         if self._exchange.ready:
             self._exchange.hungry = None

@@ -129,8 +129,8 @@ class Session:
         """End the pass that is under way and let go of the memory. Frames that somebody keeps stay as they are."""
         last = self._shut()
         try:
-            if last is not None:
-                last.close()
+            if last is None or last.close():
+                self._pool.let_go()
         finally:
             self._give_back()  # now, and not when we are collected: the traceback of an error may refer to us
 
@@ -138,8 +138,8 @@ class Session:
         """Like `close`, without blocking the event loop."""
         last = self._shut()
         try:
-            if last is not None:
-                await last.aclose()
+            if last is None or await last.aclose():
+                self._pool.let_go()
         finally:
             self._give_back()
 

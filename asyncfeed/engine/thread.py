@@ -35,6 +35,9 @@ async def run_stoppable(function: Callable[[threading.Event], Result]) -> Result
     threading.Thread(target=run, name="asyncfeed-open").start()
     try:
         await done.wait_async()
+    except GeneratorExit:  # the event loop is gone, and with it the way to wait
+        stop.set()
+        raise
     except BaseException:
         stop.set()
         with anyio.CancelScope(shield=True):

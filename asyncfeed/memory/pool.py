@@ -120,6 +120,14 @@ class SegmentPool:
                 self._back(message)
         return None
 
+    def let_go(self) -> None:
+        """Forget all segments: those that nobody sees are gone at once, the others with their last view.
+
+        Only when no reader thread uses the pool any longer.
+        """
+        self._free.clear()
+        self._lent.clear()
+
     def take_warning(self) -> str | None:
         """The warning, if there is one that was not taken yet."""
         warning, self.warning = self.warning, None
