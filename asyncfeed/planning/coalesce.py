@@ -50,7 +50,7 @@ class Calls:
     nbytes: Integers
     """Bytes of each piece."""
     owner: Integers
-    """Slice of the partition that each piece belongs to, or follows."""
+    """Slice of the partition that each piece belongs to, or that follows a gap."""
 
     def __len__(self) -> int:
         return self.file.size

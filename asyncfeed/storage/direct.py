@@ -12,6 +12,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,13 +51,18 @@ class DirectReader:
         self.stopped = stopped
         self.num_calls = 0
         self._scratch = np.empty(MAX_GAP, np.uint8)
-        self._submission = find_submission()
         self._cold = True
 
     def close(self) -> None:
         """Give back what the kernel lent."""
-        if self._submission is not None:
-            self._submission.close()
+        submission = self.__dict__.get("_submission")
+        if submission is not None:
+            submission.close()
+
+    @cached_property
+    def _submission(self) -> Submission | None:
+        """Made when it is first wanted: the kernel takes its time (17 ms) to take one back."""
+        return find_submission()
 
     def read(self, calls: Calls, memory: NDArray[np.uint8], name_of: Callable[[int], str]) -> None:
         """Fill ``memory`` with what ``calls`` describe. Stops between two calls once ``stopped()`` is true.
@@ -125,9 +131,11 @@ class DirectReader:
         file = int(calls.file[call])
         try:
             self._call(self.descriptors[file], pieces, int(calls.offset[call]))
-        except EOFError:
+        except EOFError as end:
             self.descriptors.check(file)
-            path, utt = self.descriptors.path(file), name_of(int(calls.owner[calls.edges[call + 1] - 1]))
+            done = end.args[0] - int(calls.offset[call])
+            piece = int(calls.edges[call] + np.searchsorted(np.cumsum(pieces["nbytes"]), done, side="right"))
+            path, utt = self.descriptors.path(file), name_of(int(calls.owner[piece]))
             raise DamagedFileError(
                 f"{path} ends before the end of utterance {utt!r}; the file is truncated: copy or make it again"
             ) from None
@@ -138,7 +146,11 @@ class DirectReader:
             raise translate(error, path, f"read utterance {utt!r}") from error
 
     def _call(self, fd: int, pieces: NDArray[np.void], offset: int) -> None:
-        """One vectored read; again for what is left when the kernel gives less than asked for."""
+        """One vectored read; again for what is left when the kernel gives less than asked for.
+
+        Raises:
+            EOFError: the file ends at the position given as its argument.
+        """
         assert _preadv is not None
         left = int(pieces["nbytes"].sum())
         while left:
@@ -152,7 +164,7 @@ class DirectReader:
                     continue
                 raise error
             if done == 0:
-                raise EOFError
+                raise EOFError(offset)
             offset, left = offset + done, left - done
             pieces = _rest(pieces, done)
 

@@ -6,6 +6,7 @@ Arguments are addresses and numbers; whoever calls keeps the memory alive. Each 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import sys
@@ -95,7 +96,10 @@ class Submission:
         """
         results = np.zeros(requests.size, np.int64)
         pointers = requests.ctypes.data + np.arange(requests.size, dtype=np.uint64) * np.uint64(IOCB.itemsize)
-        taken = self._call(self._submit, self._context.value, requests.size, pointers.ctypes.data)
+        try:
+            taken = self._call(self._submit, self._context.value, requests.size, pointers.ctypes.data)
+        except OSError:
+            return results  # not even the first was taken: some file systems do not offer this
         done = 0
         while done < taken:
             done += (
@@ -107,9 +111,10 @@ class Submission:
         return results
 
     def _call(self, number: int, *arguments: int) -> int:
-        result = int(self._syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)))
-        if result < 0:
-            raise last_error()
+        while (result := int(self._syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)))) < 0:
+            error = last_error()
+            if error.errno != errno.EINTR:
+                raise error
         return result
 
 
