@@ -390,9 +390,9 @@ def read_by_this_process() -> int:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/io", os.R_OK), reason="the kernel does not count reads")
-@pytest.mark.parametrize("chunk", [(1024, 1024), (1024, 100)])
-def test_a_chunk_larger_than_the_cache_of_hdf5_is_read_and_decoded_once_when_cut(make, chunk):
-    array = np.random.default_rng(0).integers(0, 255, (2048, 4096), np.uint8).view("f4")  # 8 MiB that do not compress
+@pytest.mark.parametrize("chunk", [(2500, 1024), (2500, 100)])
+def test_chunks_larger_than_the_cache_of_hdf5_are_read_and_decoded_once_when_cut(make, chunk):
+    array = np.random.default_rng(0).integers(0, 255, (2500, 4096), np.uint8).view("f4")  # beyond the 8 MiB of HDF5 2
     path = make({"utt": array}, chunks=chunk, shuffle=True)
     library = open_library(path)
     before = read_by_this_process()

@@ -1,0 +1,165 @@
+"""Ordinary use, checked by ``mypy --strict`` and never run: if it reads well, the interface does."""
+
+from __future__ import annotations
+
+from contextlib import aclosing, closing
+from pathlib import Path
+from typing import assert_type
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncfeed import (
+    AsyncFeedError,
+    Batch,
+    Budget,
+    BudgetError,
+    Feed,
+    LoadedPartition,
+    MemoryBudget,
+    Partition,
+    Plan,
+    Skipped,
+    Source,
+    Statistics,
+    StorageError,
+    UnreadableDatasetError,
+    UsageError,
+    Window,
+)
+
+
+async def train(path: Path) -> None:
+    async with Feed(path, memory_budget="2g", seed=7) as feed:
+        assert_type(feed, Feed)
+        async for utt, index, frame in feed:
+            assert_type(utt, str)
+            assert_type(index, int)
+            frame.sum()
+
+        async for utt, array in feed.utterances():
+            assert_type(utt, str)
+            np.asarray(array)
+
+        async for batch in feed.batches(256, drop_last=True):
+            assert_type(batch, Batch)
+            assert_type(batch.utts, list[str])
+            assert_type(batch.indices, NDArray[np.int64])
+            utts, indices, frames = batch
+            np.asarray(frames), len(utts), indices.max()
+
+        async for window in feed.windows(length=20, hop=10, pad=True):
+            assert_type(window, Window)
+            assert_type(window.start, int)
+            utt, start, length, frames = window
+            np.asarray(frames), utt, start + length
+
+        async for partition in feed.partitions():
+            assert_type(partition, LoadedPartition)
+            assert_type(partition.ids, list[str])
+            assert_type(partition.num_frames, int)
+
+
+def train_without_a_loop(path: str) -> None:
+    with Feed(path, shuffle=False) as feed:
+        for utt, index, _frame in feed:
+            assert_type((utt, index), tuple[str, int])
+        for batch in feed.batches(64):
+            assert_type(batch, Batch)
+        for window in feed.windows(20):
+            assert_type(window.length, int)
+        assert_type(len(feed), int)
+        assert_type(len(feed.batches(64)), int)
+        assert_type([utt for utt, _ in feed.utterances()], list[str])
+
+
+async def stop_early(feed: Feed) -> str | None:
+    async with aclosing(aiter(feed)) as frames:
+        async for utt, _, _ in frames:
+            return utt
+    with closing(iter(feed.utterances())) as utterances:
+        utt, _ = next(utterances)
+    return utt
+
+
+def sources(handle: h5py.File) -> list[Feed]:
+    """Whatever can be streamed."""
+    return [
+        Feed("feats-*.h5"),
+        Feed([Path("a.h5"), "b.h5"]),
+        Feed(handle),
+        Feed(handle["train"]),
+        Feed(Source("robot.h5", key="data/{utt}/actions")),
+        Feed(Source(["a.h5", "b.h5"], key="{utt}/mel")),
+        Feed({"mel": "mel.h5", "text": Source("targets.h5", "{utt}/text"), "image": handle}),
+    ]
+
+
+def settings(shared: MemoryBudget) -> Feed:
+    return Feed(
+        "feats.h5",
+        memory_budget=shared,
+        shuffle=True,
+        seed=1,
+        includes={"utt1", "utt2"},
+        excludes=["utt3"],
+        prefetch=2,
+        rank=0,
+        world_size=4,
+        unreadable="skip",
+        index="off",
+    )
+
+
+def budgets() -> None:
+    shared = MemoryBudget("25%", feeds=2)
+    for size in ("auto", "512MiB", 1 << 30, shared):
+        Feed("feats.h5", memory_budget=size)
+
+
+def what_there_is_to_know(feed: Feed) -> None:
+    assert_type(feed.epoch, int)
+    feed.set_epoch(3)
+    assert_type(feed.num_utterances, int)
+    assert_type(feed.nbytes, int)
+
+    assert_type(feed.plan, Plan)
+    assert_type(feed.plan[0], Partition)
+    assert_type(feed.plan[:2], list[Partition])
+    assert_type([len(partition) for partition in feed.plan], list[int])
+
+    assert_type(feed.budget, Budget)
+    assert_type(feed.budget.partition_nbytes, int)
+    assert_type(feed.skipped, tuple[Skipped, ...])
+    assert_type([f"{s.utt}: {s.reason}" for s in feed.skipped], list[str])
+
+    statistics = feed.statistics()
+    assert_type(statistics, Statistics)
+    assert_type(statistics.verdict, str)
+
+
+def errors(path: str) -> str:
+    try:
+        feed = Feed(path).open()
+    except UnreadableDatasetError as error:
+        return f"left out: {error}"
+    except (StorageError, BudgetError) as error:
+        return f"not now: {error}"
+    except UsageError:
+        raise
+    except AsyncFeedError:
+        return "something else"
+    except (FileNotFoundError, ValueError, MemoryError):
+        return "and as Python calls them"
+    feed.close()
+    return "opened"
+
+
+def mistakes(feed: Feed) -> None:
+    """What a type checker finds before anything runs; an ignore that is not needed is an error, too."""
+    feed.batches("256")  # type: ignore[arg-type]
+    feed.epoch = 3  # type: ignore[misc]
+    Feed("feats.h5", "2g")  # type: ignore[call-arg]
+    Feed("feats.h5", unreadable="ignore")  # type: ignore[arg-type]
+    MemoryBudget("2g", 2)  # type: ignore[call-arg]
