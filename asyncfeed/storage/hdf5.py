@@ -57,6 +57,7 @@ class HDF5Reader:
             # Never ALL for the memory: should the dataset grow just now, HDF5 would write beyond ours.
             dataset.read(h5s.create_simple(out.shape), space, out, h5t.py_create(dtype))
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            self.check(file)  # that it changed would explain everything
             raise translate(error, self._stamps[file].path, f"read the dataset {path!r}") from error
 
     def check(self, file: int) -> None:

@@ -77,7 +77,8 @@ def save_index(catalog: Catalog, place: Path) -> None:
 def _load(place: Path, path: str, key: str) -> Catalog | None:
     """What is at ``place``, unless it is absent, damaged, of another version, or about another state of the files."""
     # Any exception: what numpy and zipfile raise over foreign bytes is no closed list, and a scan is always right.
-    with contextlib.suppress(Exception), np.load(place) as arrays:
+    # The file is opened here, because numpy leaves open what turns out to be no archive.
+    with contextlib.suppress(Exception), open(place, "rb") as file, np.load(file) as arrays:
         header = json.loads(arrays["header"].tobytes())
         if header["version"] != VERSION or header["key"] != key:
             return None
