@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import h5py
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from asyncfeed.errors import ClosedError
 from asyncfeed.planning.catalog import Access, Catalog, FileStamp, Kind, Skipped
 from asyncfeed.planning.strings import Strings
+from asyncfeed.storage.blocks import Blocks
 from asyncfeed.storage.datatypes import Stored, examine
 from asyncfeed.storage.direct import available as direct_reads_available
 from asyncfeed.storage.hdf5file import can_decode, is_written_here, open_hdf5, stamp, translate
@@ -56,18 +59,10 @@ def scan(container: Container, *, progress: Progress | None = None, stop: thread
             stopped = stop.is_set if stop is not None else lambda: False
             with (
                 contextlib.suppress(HeadersError),  # which are no more than a shortcut
-                contextlib.closing(Headers(before, file, stopped)) as headers,
+                contextlib.closing(Blocks(before, file, stopped)) as blocks,
             ):
-                return _Scan(container, file, progress, stop, before, headers).run()
+                return _Scan(container, file, progress, stop, before, Headers(blocks)).run()
         return _Scan(container, file, progress, stop, before).run()
-
-
-class _Link(NamedTuple):
-    """A link in a group."""
-
-    name: bytes
-    address: int | None
-    """Of the object that a hard link leads to; None for all others."""
 
 
 class _Found(NamedTuple):
@@ -155,16 +150,16 @@ class _Scan:
         stack = [(root, "", 0, self.members(root, 0))]
         while stack:
             group, prefix, file, members = stack[-1]
-            link, header = next(members, (None, None))
-            if link is None:
+            name, address, header = next(members, (None, None, None))
+            if name is None:
                 stack.pop()
                 continue
-            path = prefix + link.name.decode("utf-8", "surrogateescape")
-            if header is not None and self.is_known(group, link, header):
+            path = prefix + name.decode("utf-8", "surrogateescape")
+            if header is not None and header.template in self.templates:
                 yield _Found(path, file, None, header)
                 continue
-            hard = link.address is not None
-            found = self.follow(group, link.name, path, hard)
+            hard = address is not None
+            found = self.follow(group, name, path, hard)
             if isinstance(found, h5d.DatasetID):
                 yield _Found(path, file if hard else self.number_of(found), found, header)
             elif isinstance(found, h5g.GroupID) and self.key.leads_into(path) and _identity(found) not in visited:
@@ -172,21 +167,15 @@ class _Scan:
                 inside = file if hard else self.number_of(found)
                 stack.append((found, f"{path}/", inside, self.members(found, inside)))
 
-    def members(self, group: h5g.GroupID, file: int) -> Iterator[tuple[_Link, Header | None]]:
+    def members(self, group: h5g.GroupID, file: int) -> Iterator[tuple[bytes, int | None, Header | None]]:
         """The links of a group, with the headers of those datasets that can be read without HDF5."""
-        links = _links(group)
-        if self.headers is None or file != 0 or len(links) < FEW:
-            return ((link, None) for link in links)
-        return zip(links, self.headers.read([link.address for link in links]), strict=True)
-
-    def is_known(self, group: h5g.GroupID, link: _Link, header: Header) -> bool:
-        """Whether a header needs no opening; HDF5, whose listing may name what it cannot find, must find the link."""
-        if header.template not in self.templates:
-            return False
-        try:
-            return bool(group.links.get_info(link.name).u == link.address)
-        except (KeyError, OSError, RuntimeError, ValueError):
-            return False
+        names, addresses = _links(group)
+        if self.headers is None or file != 0 or len(names) < FEW:
+            return zip(names, addresses, itertools.repeat(None))
+        headers = self.headers.read(addresses)
+        if not self.headers.finds_all(_identity(group)[1], names):
+            headers = map(partial(_if_found, group), names, addresses, headers)
+        return zip(names, addresses, headers, strict=True)
 
     def follow(self, group: h5g.GroupID, name: bytes, path: str, hard: bool) -> h5g.GroupID | h5d.DatasetID | None:
         try:
@@ -356,10 +345,12 @@ class _Scan:
         return catalog
 
     def agrees(self, catalog: Catalog, row: int) -> bool:
-        dataset = h5py.Dataset(self.open(catalog.ids[row]))
         kind = catalog.kinds[catalog.kind[row]]
         num_frames = min(int(catalog.length[row]), max(SAMPLE_NBYTES // kind.frame_nbytes, 1))
-        wanted = dataset[:num_frames].tobytes()
+        try:
+            wanted = h5py.Dataset(self.open(catalog.ids[row]))[:num_frames].tobytes()
+        except (KeyError, OSError, RuntimeError, ValueError):  # as it will be again, and explained, when it is read
+            return False
         with open(catalog.files[catalog.file[row]].path, "rb") as file:
             file.seek(int(catalog.offset[row]))
             return bool(file.read(len(wanted)) == wanted)
@@ -383,16 +374,26 @@ def _identity(group: h5g.GroupID) -> tuple[int, int]:
     return info.fileno, info.addr
 
 
-def _links(group: h5g.GroupID) -> list[_Link]:
-    """What a group holds, in h5py's order."""
+def _links(group: h5g.GroupID) -> tuple[list[bytes], list[int | None]]:
+    """The names in a group, in h5py's order, and the address that each leads to if it is a hard link."""
     tracked = group.get_create_plist().get_link_creation_order() & h5p.CRT_ORDER_TRACKED
-    found: list[_Link] = []
-    group.links.iterate(
-        lambda name, info: found.append(_Link(name, info.u if info.type == h5py.h5l.TYPE_HARD else None)),
-        idx_type=h5.INDEX_CRT_ORDER if tracked else h5.INDEX_NAME,
-        info=True,
-    )
-    return found
+    names: list[bytes] = []
+    addresses: list[int | None] = []
+
+    def note(name: bytes, info: h5py.h5l.LinkInfo) -> None:
+        names.append(name)
+        addresses.append(info.u if info.type == h5py.h5l.TYPE_HARD else None)
+
+    group.links.iterate(note, idx_type=h5.INDEX_CRT_ORDER if tracked else h5.INDEX_NAME, info=True)
+    return names, addresses
+
+
+def _if_found(group: h5g.GroupID, name: bytes, address: int | None, header: Header | None) -> Header | None:
+    """The header, if HDF5 finds the name too; in a damaged group it may not find all that it lists."""
+    try:
+        return header if header and group.links.get_info(name).u == address else None
+    except (KeyError, OSError, RuntimeError, ValueError):
+        return None
 
 
 def _shape_and_offset(found: _Found) -> tuple[tuple[int, ...] | None, int | None]:
