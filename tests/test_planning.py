@@ -220,7 +220,7 @@ def test_concatenated_catalogs_keep_their_files_and_kinds(data, num_parts):
 # -- plans -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100)
+@settings(max_examples=70)
 @given(corpora(), cuts(), PAGES, st.booleans(), SEEDS, st.integers(0, 5), st.integers(1, 4))
 @example(corpus_of(catalog([389])), Cut(20, 10, False, False, 0), 3, False, 0, 0, 1)  # a tail in no window
 @example(corpus_of(catalog([3000, 0, 7])), Cut(5, 70, True, False, 8), 3, True, 0, 0, 1)  # hops beyond the end
@@ -235,7 +235,7 @@ def test_every_unit_is_planned_once_on_one_rank(corpus, cut, pages, shuffle, see
     assert sum(plan.num_utterances for plan in plans) == len(corpus)
 
 
-@settings(max_examples=100)
+@settings(max_examples=70)
 @given(corpora(), cuts(), PAGES, st.booleans())
 @example(
     corpus_of(catalog([389])), Cut(20, 10, False, False, 0), 3, False
@@ -272,7 +272,7 @@ def demanding(draw: st.DrawFn) -> tuple[Corpus, Cut]:
     return corpus_of(*fields), draw(st.sampled_from([windows, WHOLE]))
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=70, suppress_health_check=[HealthCheck.filter_too_much])
 @given(demanding(), st.integers(1, 3), st.integers(2, 4))
 # the first of two utterances that are too large is the smaller one
 @example((corpus_of(catalog([500, 2000])), WHOLE), 1, 2)
@@ -443,7 +443,7 @@ def test_the_order_that_a_seed_stands_for_never_changes():
 # -- placement ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100)
+@settings(max_examples=70)
 @given(corpora(), cuts(), PAGES, st.booleans())
 def test_slices_are_aligned_and_disjoint_and_inside_the_partition(corpus, cut, pages, shuffle):
     plan = plan_or_skip(corpus, partition_nbytes=pages * PAGE_NBYTES, shuffle=shuffle, cut=cut)
@@ -538,7 +538,7 @@ bounds = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=70)
 @given(reads(), bounds)
 def test_coalesced_calls_read_exactly_what_was_wanted(wanted, bounds):
     files = FakeFiles()
@@ -548,7 +548,7 @@ def test_coalesced_calls_read_exactly_what_was_wanted(wanted, bounds):
     assert np.array_equal(files.memory, wanted_memory(files, wanted))
 
 
-@settings(max_examples=100)
+@settings(max_examples=70)
 @given(reads(), bounds)
 def test_calls_and_gaps_are_bounded(wanted, bounds):
     calls = coalesce(wanted, **bounds)

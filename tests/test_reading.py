@@ -321,7 +321,7 @@ def test_of_many_files_few_are_open_at_a_time(make, tmp_path, compression, shuff
     paths = [
         make({utt: a}, f"{utt}.h5", chunks=compression and (5, 3), compression=compression) for utt, a in arrays.items()
     ]
-    library = open_library(paths)
+    library = open_library(paths, index="off")
     seen = []
 
     def stopped() -> bool:
