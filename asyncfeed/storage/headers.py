@@ -34,8 +34,8 @@ __all__ = ["Header", "Headers", "HeadersError"]
 HEADER_NBYTES = 512
 """How much of a header is read. h5py's take 272, and a few hundred more where attributes were known from the start."""
 
-BATCH = 1 << 15
-"""Headers in memory at once: 16 MiB of them, and about as much again while they are compared."""
+BATCH = 1 << 14
+"""Headers in memory at once: 8 MiB of them, and about as much again while they are compared."""
 
 MAX_STRUCTURES, MAX_TEMPLATES = 64, 1 << 12
 """Past these a file is so varied that comparing would cost more than it saves."""
