@@ -60,9 +60,10 @@ def _write_index(container: Container, progress: Progress | None) -> Written:
 
 
 def _refuse_gaps(container: Container, catalog: Catalog) -> None:
-    if catalog.skipped:
-        what = catalog.skipped[0]
+    passing = [each for each in catalog.skipped if not each.lasting]
+    if passing:
+        what = passing[0]
         raise UnreadableDatasetError(
             f"{container.path} gets no index, because an index holds only what can be streamed and {what.utt!r} cannot "
-            f"be ({what.reason}; {len(catalog.skipped)} such); asyncfeed inspect lists them, --key may leave them out"
+            f"be ({what.reason}; {len(passing)} such); asyncfeed inspect lists them, --key may leave them out"
         )

@@ -168,7 +168,8 @@ class Session:
         return self._pass
 
     def _new_pool(self) -> SegmentPool:
-        return SegmentPool(self.settings.prefetch + 1, self.segment_nbytes, self._make, lambda: measure().available)
+        may_use = self._may_use
+        return SegmentPool(self.settings.prefetch + 1, self.segment_nbytes, self._make, lambda: may_use().available)
 
     @staticmethod
     def _replaced(earlier: Prefetch) -> Prefetch:

@@ -12,7 +12,6 @@ thing, ``queue.SimpleQueue.put``, which is reentrant by design.
 from __future__ import annotations
 
 import mmap
-import os
 import queue
 import weakref
 from collections.abc import Callable
@@ -84,7 +83,6 @@ class SegmentPool:
     _free: list[mmap.mmap] = field(default_factory=list)
     _lent: dict[int, tuple[Reference, mmap.mmap, int]] = field(default_factory=dict)
     _warned: bool = False
-    _pid: int = field(default_factory=os.getpid)
 
     @property
     def num_held(self) -> int:

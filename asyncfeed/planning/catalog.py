@@ -80,6 +80,8 @@ class Skipped:
     """What to do about it."""
     harmless: bool = False
     """Passed over in any case: a dangling link or a named datatype holds no utterance."""
+    lasting: bool = True
+    """Whether it follows from the file alone, and not from what is installed, or lies beside it, today."""
 
     def __str__(self) -> str:
         what = f"{self.utt!r} in {self.path}" if self.utt else self.path

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import platformdirs
 
-from asyncfeed.planning.catalog import Catalog, FileStamp, Kind
+from asyncfeed.planning.catalog import Catalog, FileStamp, Kind, Skipped
 from asyncfeed.planning.strings import Strings
 from asyncfeed.storage.hdf5file import can_decode, stamp
 
 __all__ = ["beside", "in_cache", "load_index", "save_index"]
 
-VERSION = 2
+VERSION = 3
 COLUMNS = ("file", "offset", "length", "kind", "access", "swapped")
 
 
@@ -58,6 +58,7 @@ def save_index(catalog: Catalog, place: Path) -> None:
         "files": [[f.path, f.size, f.mtime_ns, f.inode] for f in catalog.files],
         "filters": catalog.filters,
         "kinds": [[k.dtype.str, k.shape] for k in catalog.kinds],
+        "skipped": [[s.utt, s.reason, s.remedy, s.harmless] for s in catalog.skipped],
     }
     temporary = place.with_name(f"{place.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
@@ -92,6 +93,7 @@ def _load(place: Path, path: str, key: str) -> Catalog | None:
             kinds=tuple(Kind(np.dtype(d).newbyteorder("="), tuple(s)) for d, s in header["kinds"]),
             key=key,
             filters=tuple(header["filters"]),
+            skipped=tuple(Skipped(utt, path, *rest) for utt, *rest in header["skipped"]),
             **{name: arrays[f"column_{name}"] for name in COLUMNS},
         )
     return None

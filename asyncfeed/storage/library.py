@@ -112,7 +112,8 @@ def _catalogue(
         if unreadable == "raise":
             raise
         return Skipped("", container.path, str(error), "copy or make it again")
-    if keep and not catalog.skipped and not any(is_written_here(f.path) for f in catalog.files[1:]):
+    lasts = all(s.lasting for s in catalog.skipped) and not any(is_written_here(f.path) for f in catalog.files[1:])
+    if keep and lasts:
         with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to stop
             save_index(catalog, in_cache(container.path, container.key))
     return catalog

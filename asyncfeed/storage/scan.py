@@ -184,7 +184,9 @@ class _Scan:
             if hard:  # which leads to an object in this very file, so there was one
                 self.skip(self.key.utt(path) or path, f"its header is damaged ({error})", "copy or make the file again")
             else:
-                self.skip(path, f"the link leads nowhere ({error})", "mend or delete the link", harmless=True)
+                self.skip(
+                    path, f"the link leads nowhere ({error})", "mend or delete the link", harmless=True, lasting=False
+                )
             return None
         if isinstance(found, h5t.TypeID):
             self.skip(path, "it is a named datatype, not data", "nothing needs to be done", harmless=True)
@@ -273,6 +275,7 @@ class _Scan:
                     utt,
                     f"it is compressed with filter {code} ({label}), which is not installed",
                     "install it: pip install hdf5plugin",
+                    lasting=False,
                 )
                 return None
         return Access.FILTERED if filters else Access.CHUNKED
@@ -286,7 +289,7 @@ class _Scan:
         """Data outside the file: HDF5 may put fill values in their place where the files are missing."""
         for path in paths:
             if not os.path.exists(path):
-                self.skip(utt, f"its bytes are in {path}, which is not there", "put that file back")
+                self.skip(utt, f"its bytes are in {path}, which is not there", "put that file back", lasting=False)
                 return None
         for path in paths:
             self.number_of_path(path)  # so that a change of it is a change of ours
@@ -305,8 +308,8 @@ class _Scan:
             self.types[code] = examine(datatype)
         return self.types[code]
 
-    def skip(self, utt: str, reason: str, remedy: str, harmless: bool = False) -> None:
-        self.skipped.append(Skipped(utt, self.files[0].path, reason, remedy, harmless))
+    def skip(self, utt: str, reason: str, remedy: str, *, harmless: bool = False, lasting: bool = True) -> None:
+        self.skipped.append(Skipped(utt, self.files[0].path, reason, remedy, harmless, lasting))
 
     # -- is the direct way right? -----------------------------------------------------------------------------------
 
