@@ -929,14 +929,14 @@ class TestSources:
         )
 
     def test_may_be_more_files_than_are_held_open(self, make):
-        """A hundred files, some of which HDF5 has to read, shuffled into partitions."""
+        """Eighty files, some of which HDF5 has to read, shuffled into partitions."""
         options = ({}, {"compression": "gzip"})
-        paths = [make({f"u{i:03d}": GOOD + i}, name=f"{i:03d}.h5", **options[i % 2]) for i in range(150)]
+        paths = [make({f"u{i:03d}": GOOD + i}, name=f"{i:03d}.h5", **options[i % 2]) for i in range(80)]
 
         with Feed(paths, memory_budget="32k") as feed:
             for _ in range(2):
                 found = {utt: array.copy() for utt, array in feed.utterances()}
-                assert len(found) == 150
+                assert len(found) == 80
                 assert all(array.tolist() == (GOOD + int(utt[1:])).tolist() for utt, array in found.items())
 
     def test_do_not_take_names_with_brackets_for_patterns(self, make, tmp_path):

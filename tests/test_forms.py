@@ -18,7 +18,7 @@ SMALLEST = 8192
 """The smallest budget: two segments of one page."""
 
 
-def waves(num=24, *, longest=160, frame=(8,), dtype="f4", seed=1):
+def waves(num=16, *, longest=140, frame=(8,), dtype="f4", seed=1):
     """Utterances of 0 to ``longest`` frames, some of them larger than the smallest partition."""
     rng = np.random.default_rng(seed)
     lengths = [0, longest, *rng.integers(0, longest, num - 3).tolist(), 0]
@@ -64,7 +64,7 @@ def shuffle(request):
     return request.param
 
 
-@pytest.fixture(params=[SMALLEST, 20_000, "128k", "auto"])
+@pytest.fixture(params=[SMALLEST, 20_000, "auto"])
 def budget(request):
     return request.param
 
@@ -182,7 +182,8 @@ class TestTriplets:
             for _, _, frame in feed:
                 np.add(frame, 1, out=frame)
 
-            assert all(same(frame, plain(path)[utt][index]) for utt, index, frame in itertools.islice(feed, 50))
+            wanted = plain(path)
+            assert all(same(frame, wanted[utt][index]) for utt, index, frame in feed)
 
 
 class TestUtterances:
@@ -595,7 +596,7 @@ class TestEpochs:
 
 
 class TestRanks:
-    @pytest.mark.parametrize("world_size", [1, 2, 3, 30])
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 20])
     def test_are_disjoint_and_complete(self, make, shuffle, world_size):
         path = make(waves())
         shares = []
