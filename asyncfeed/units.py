@@ -31,7 +31,7 @@ def parse_nbytes(size: SupportsIndex | str) -> int:
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match:
         nbytes = int(Decimal(match[1]) * 1024 ** _POWER[match[2].lower()])
-    elif isinstance(size, SupportsIndex):  # numpy's integers too
+    elif isinstance(size, SupportsIndex) and not isinstance(size, bool):  # numpy's integers too
         nbytes = operator.index(size)
     else:
         raise ArgumentError(f"{size!r} is not a size; write it like '2g', '512MiB' or a number of bytes")

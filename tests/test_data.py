@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -1001,3 +1002,16 @@ class TestLargeUtterances:
         enough = int(re.search(r"memory_budget=(\d+)", str(caught.value))[1])
         with Feed(path, memory_budget=enough) as feed:
             assert sum(1 for _ in feed) == 10
+
+
+def test_a_relative_path_means_the_same_file_wherever_the_feed_goes(path, corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    feed = Feed(path.name)
+    fields = Feed({"mel": [path.name], "same": Source("feats.*")})
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    monkeypatch.chdir(elsewhere)
+
+    assert pickle.loads(pickle.dumps(feed)).num_utterances == len(corpus)
+    assert feed.num_utterances == fields.num_utterances == len(corpus)

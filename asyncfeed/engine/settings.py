@@ -10,7 +10,7 @@ from typing import Literal
 
 from asyncfeed.errors import ArgumentError
 from asyncfeed.memory.budget import MemoryBudget, check_request
-from asyncfeed.storage.source import AnySource
+from asyncfeed.storage.source import AnySource, anchored
 
 __all__ = ["Settings"]
 
@@ -69,7 +69,7 @@ class Settings:
         _one_of("unreadable", unreadable, ("raise", "skip"))
         _one_of("index", index, ("auto", "off"))
         return cls(
-            source=source,
+            source=anchored(source),
             memory_budget=memory_budget,
             shuffle=shuffle,
             seed=_whole("seed", seed),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import h5py
 
 from asyncfeed.errors import ArgumentError, NotHDF5Error, SourceMissingError
 
-__all__ = ["AnySource", "Container", "Key", "Source", "containers_of", "fields_of"]
+__all__ = ["AnySource", "Container", "Key", "Source", "anchored", "containers_of", "fields_of"]
 
 Pathish: TypeAlias = "str | os.PathLike[str]"
 OneSource: TypeAlias = "Pathish | Sequence[Pathish] | h5py.Group | Source"
@@ -130,6 +130,20 @@ def _expand(path: str) -> list[str]:
             return found
         raise SourceMissingError(f"no file matches {path!r} in {os.getcwd()}")
     raise SourceMissingError(f"there is no file {path!r} (looked in {os.getcwd()})")
+
+
+def anchored(source: Any) -> Any:
+    """The same source with absolute paths: it means the same files after ``os.chdir``, and in another process."""
+    if isinstance(source, Source):
+        return replace(source, path=anchored(source.path))
+    if isinstance(source, h5py.Group):
+        return source
+    if isinstance(source, Mapping):
+        return {name: anchored(each) for name, each in source.items()}
+    if isinstance(source, str | bytes | os.PathLike):
+        path = os.fsdecode(source)
+        return path if "://" in path else os.path.abspath(path)
+    return [anchored(each) for each in source] if isinstance(source, Sequence) else source
 
 
 def holds_handle(source: AnySource) -> bool:
