@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,9 @@ hypothesis.settings.register_profile("asyncfeed", deadline=None, max_examples=50
 hypothesis.settings.load_profile("asyncfeed")
 
 Arrays = Mapping[str, np.ndarray]
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and so would every process that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def features(num: int = 20, *, mean: int = 30, dim: int = 8, dtype: str = "f4", seed: int = 0) -> dict[str, np.ndarray]:
@@ -67,6 +71,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return cache
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collections between tests look at what tests made: all else is many times as much."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
