@@ -24,6 +24,7 @@ import trio
 import asyncfeed
 from asyncfeed.engine import prefetch as prefetch_module
 from asyncfeed.engine import session as session_module
+from asyncfeed.engine import thread as thread_module
 from asyncfeed.engine.signal import Signal
 from asyncfeed.storage import direct
 
@@ -65,15 +66,20 @@ def equal(corpus: dict[str, np.ndarray], triplets: list[tuple[str, int, np.ndarr
 
 
 class Held:
-    """A function whose calls wait, from a certain one on, until they are released. Counts those that are done."""
+    """A function whose calls wait, from a certain one on, until they are released. Counts those that are done.
 
-    def __init__(self, function: Callable[..., Any], free: int) -> None:
-        self.function, self.free = function, free
+    Concerns calls from threads of this name only: opening a feed reads, too.
+    """
+
+    def __init__(self, function: Callable[..., Any], free: int, thread: str) -> None:
+        self.function, self.free, self.thread = function, free, thread
         self.begun = self.done = 0
         self.entered, self.release = Signal(), threading.Event()
         self.changed = threading.Condition()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name != self.thread:
+            return self.function(*args, **kwargs)
         self.begun += 1
         if self.begun > self.free:
             self.entered.set()
@@ -100,8 +106,8 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Held]]:
     """``hold(module, name, free=n)``: calls of a function wait after the first n, at the latest until the test ends."""
     helds: list[Held] = []
 
-    def hold(module: Any, name: str, free: int = 0) -> Held:
-        held = Held(getattr(module, name), free)
+    def hold(module: Any, name: str, free: int = 0, thread: str = "asyncfeed-reader") -> Held:
+        held = Held(getattr(module, name), free, thread)
         monkeypatch.setattr(module, name, held)
         helds.append(held)
         return held
@@ -288,7 +294,7 @@ def test_cancelling_while_the_reader_is_parked_returns(run, path, hold):
 
 
 def test_cancelling_while_the_feed_opens_stops_the_scan(run, path, hold):
-    opening = hold(session_module, "open_library")
+    opening = hold(session_module, "open_library", thread="asyncfeed-open")
 
     async def consume(feed):
         async for _frame in feed:
@@ -347,7 +353,7 @@ def test_a_task_that_waits_in_a_closed_iterator_fails(run, path, reads, impatien
 
 
 def test_an_iterator_closed_while_its_feed_opens_does_not_begin(run, path, hold):
-    opening = hold(session_module, "open_library")
+    opening = hold(session_module, "open_library", thread="asyncfeed-open")
 
     async def step(iterator):
         with pytest.raises(asyncfeed.ClosedError, match="before its first item"):
@@ -364,6 +370,24 @@ def test_an_iterator_closed_while_its_feed_opens_does_not_begin(run, path, hold)
     run(main)
 
     assert ended(readers())
+
+
+def test_cancelling_does_not_wait_for_a_scan_that_is_stuck(run, path, hold, monkeypatch):
+    monkeypatch.setattr(thread_module, "PATIENCE", 0.02)
+    opening = hold(session_module, "open_library", thread="asyncfeed-open")
+    feed = small(path)
+
+    async def main():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(first_of, feed)
+            await until(opening.entered)
+            tasks.cancel_scope.cancel()
+
+    run(main)
+
+    opening.release.set()
+    assert ended(readers())
+    feed.close()
 
 
 # -- two where there can be one ----------------------------------------------------------------------------------------
@@ -598,7 +622,7 @@ def test_a_thread_that_waits_hears_that_another_one_closed(path, reads, impatien
 
 
 def test_a_feed_closed_while_it_opens_does_not_begin(run, path, hold):
-    opening = hold(session_module, "open_library")
+    opening = hold(session_module, "open_library", thread="asyncfeed-open")
     feed = small(path)
 
     async def step():
@@ -779,10 +803,11 @@ def test_whatever_fails_in_the_reader_reaches_the_consumer(path, monkeypatch):
     def broken(*args: object) -> int:
         raise RuntimeError("a wire came loose")
 
+    feed = small(path).open()
     monkeypatch.setattr(direct, "_preadv", broken)
 
     with pytest.raises(asyncfeed.ReadError, match="a wire came loose") as caught:
-        list(small(path))
+        list(feed)
 
     assert isinstance(caught.value.__cause__, RuntimeError)
 

@@ -370,6 +370,10 @@ def test_of_the_segments_beyond_its_size_a_pool_lets_go():
     assert not pool._free
 
 
+def test_what_finalizers_call_runs_no_python_code_in_which_ctrl_c_could_be_lost():
+    assert type(pool_of(1).inbox.returned) is type(len)
+
+
 def test_views_dropped_within_the_garbage_collector_come_back_too():
     pool = pool_of(1)
     cycle: list[Any] = [pool.take(never, never)]

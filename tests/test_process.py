@@ -22,7 +22,7 @@ NUM, LENGTH, DIM = 60, 50, 16
 PARTITION = 4096
 """One of the utterances below fits, two do not."""
 
-PATIENT = 60.0
+PATIENT = 50.0
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ from asyncfeed.engine import prefetch, session
 from asyncfeed.storage import direct
 
 path = sys.argv[1]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell inherit that it is ignored
 
 def small(prefetch=1, **options):
     return asyncfeed.Feed(path, memory_budget={PARTITION} * (prefetch + 1), prefetch=prefetch, **options)
@@ -127,7 +128,7 @@ def test_a_program_that_forgets_to_close_ends_as_it_wants(files, loop, end):
         if end == "an exception":
             assert err.startswith("Traceback")
             assert err.endswith("ValueError: mine\n")
-            assert err.count("Error") == 1
+            assert err.count("Traceback") == 1
         else:
             assert err == ""
 
@@ -150,9 +151,9 @@ def test_a_program_ends_in_the_middle_of_reading(files, access):
 
 def test_a_stuck_read_does_not_keep_the_program_from_ending(files):
     code = """
+    feed = small().open()
     direct._preadv = lambda *args: threading.Event().wait()
     prefetch.PATIENCE_AT_EXIT = 0.1
-    feed = small()
     iterator = iter(feed)
     def consume():
         try:
@@ -235,19 +236,18 @@ INTERRUPTED = {
 @pytest.mark.parametrize("when", ["waiting", "iterating"])
 def test_ctrl_c_ends_the_program(files, loop, when):
     slow = """
-        import itertools, time
         prefetch.PATIENCE = prefetch.PATIENCE_AT_EXIT = 0.1
         def stuck(*args):
             print("ready", flush=True)
             threading.Event().wait()
+        feed = small().open()
         if sys.argv[2] == "waiting":
             direct._preadv = stuck
         said = []
         def ready():
             if not said:
                 said.append(print("ready", flush=True))
-        feed = small()
-        endless = feed
+            threading.Event().wait(0.001)  # a step of training
         """
     body = textwrap.dedent(INTERRUPTED[loop])
     if when == "iterating":

@@ -12,11 +12,15 @@ from asyncfeed.engine.signal import Signal
 
 __all__ = ["run_stoppable"]
 
+PATIENCE = 1.0
+"""Seconds that a cancelled task waits for the thread to stop."""
+
 Result = TypeVar("Result")
 
 
 async def run_stoppable(function: Callable[[threading.Event], Result]) -> Result:
-    """Call ``function(stop)`` in a new thread; if the task is cancelled, ``stop`` is set and the thread waited for.
+    """Call ``function(stop)`` in a new thread; if the task is cancelled, ``stop`` is set and the thread waited for, at most
+    `PATIENCE` seconds: one that is stuck in the file system ends by itself, later.
 
     Not in the loop's executor, whose few threads may all be busy, or waiting for us.
     """
@@ -40,7 +44,7 @@ async def run_stoppable(function: Callable[[threading.Event], Result]) -> Result
         raise
     except BaseException:
         stop.set()
-        with anyio.CancelScope(shield=True):
+        with anyio.move_on_after(PATIENCE, shield=True):
             await done.wait_async()
         raise
     if failure:

@@ -34,14 +34,13 @@ Reference = weakref.ReferenceType[Any]
 class Inbox:
     """Where a reader thread waits: for a segment that comes back, or for being told something."""
 
-    __slots__ = ("_queue",)
+    __slots__ = ("_queue", "returned")
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Reference | None] = queue.SimpleQueue()
-
-    def returned(self, anchor: Reference) -> None:
-        """A segment is free. Called from finalizers."""
-        self._queue.put(anchor)
+        self.returned: Callable[[Reference], None] = self._queue.put
+        """A segment is free. Called from finalizers, and therefore written in C: in Python code a Ctrl-C might arrive,
+        and be lost with the segment."""
 
     def nudge(self) -> None:
         """Make whoever waits look around."""
