@@ -48,7 +48,8 @@ def test_sizes_are_read_as_people_write_them(text, nbytes):
 
 
 @pytest.mark.parametrize(
-    "size", ["", "g", "two", "2x", "2 g b", "-1", "-1g", "1e3", "1,5g", "2g 3g", "nan", ".", 1.5, None, b"2g", [1], True]
+    "size",
+    ["", "g", "two", "2x", "2 g b", "-1", "-1g", "1e3", "1,5g", "2g 3g", "nan", ".", 1.5, None, b"2g", [1], True],
 )
 def test_what_is_no_size_is_refused_with_an_example(size):
     with pytest.raises(ArgumentError, match="is not a size; write it like '2g'"):

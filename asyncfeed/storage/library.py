@@ -144,7 +144,9 @@ def _wanted(
     """What stands in the way of utterances that the user has not left out."""
     if includes is not None:
         wanted = set(includes)
-        wanted |= {utt[:end] for utt in includes for end, letter in enumerate(utt) if letter == "/"}  # groups above them
+        wanted |= {
+            utt[:end] for utt in includes for end, letter in enumerate(utt) if letter == "/"
+        }  # groups above them
         return [s for s in skipped if s.utt in wanted]
     unwanted = set(excludes or ())
     return [s for s in skipped if s.utt not in unwanted]
