@@ -270,25 +270,28 @@ def triplets_for(data: Path) -> Iterator[Figure]:
         yield Figure("batches", what, ">= 2", [hand / ours for ours, hand in rounds], f"{rate:.2f} M frames/s")
 
 
+class Slice:
+    """An utterance in memory, as audiomate's iterator keeps it."""
+
+    def __init__(self, key: str, rows: np.ndarray) -> None:
+        self.key, self.rows, self.length = key, rows, len(rows)
+
+
 def linear_scan(data: Path) -> Iterator[Figure]:
-    """linear-scan: the way to find a frame's utterance that audiomate has, over 1,000 utterances in memory."""
+    """linear-scan: how audiomate's iterator finds the utterance of a frame, with 1,000 utterances in memory."""
     path = feature_file(data / "thousand.h5", 1000, 300, 80)
-    lengths = {}
     with h5py.File(path) as file:
-        rows = np.concatenate([file[key][:] for key in file])
-        lengths = {key: len(file[key]) for key in file}
-    regions, start = [], 0
-    for key, length in lengths.items():
-        regions.append((start, start + length, key))
-        start += length
-    sample = np.random.default_rng(0).permutation(len(rows))[:5000].tolist()
+        slices = [Slice(key, file[key][:]) for key in file]
+    sample = np.random.default_rng(0).permutation(sum(each.length for each in slices))[:5000]
 
     async def scanned() -> object:
-        for frame in sample:
-            for first, stop, key in regions:
-                if first <= frame < stop:
-                    yield key, frame - first, rows[frame]
+        for place in sample:
+            index = place
+            for each in slices:
+                if index < each.length:
+                    yield each.key, index, each.rows[index]
                     break
+                index -= each.length
 
     with Feed(path, memory_budget="1g") as feed:
         frames = len(feed)
