@@ -8,7 +8,7 @@ from typing import Protocol
 
 from asyncfeed.errors import ForkError
 
-__all__ = ["Inherited", "call_in_child", "num_forks", "refuse_fork"]
+__all__ = ["Forking", "Inherited", "call_at_fork", "call_in_child", "refuse_fork"]
 
 
 def refuse_fork(pid: int, what: str) -> None:
@@ -27,37 +27,38 @@ class Inherited(Protocol):
         """Called once in the child, in the only thread there is, before ``os.fork`` returns. Must not fail or wait."""
 
 
+class Forking(Protocol):
+    """Something that must learn that this process is being forked."""
+
+    def forking(self) -> None:
+        """Called in the parent just before a fork, and again just after: what changes hands in between is in between."""
+
+
 def call_in_child(inherited: Inherited) -> None:
     """Call ``inherited.forked()`` in forked children, for as long as it lives."""
     _inherited.add(inherited)
 
 
-def num_forks() -> int:
-    """Grows with every fork. What was lent out at another count may be seen by a child, too."""
-    return _forks.count
+def call_at_fork(forking: Forking) -> None:
+    """Call ``forking.forking()`` around every fork, for as long as it lives."""
+    _forking.add(forking)
 
 
 # The operating system knows one process, and what is registered with os.register_at_fork is there for good: therefore
 # these two belong to the module.
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_forking: weakref.WeakSet[Forking] = weakref.WeakSet()
 
 
-class _Forks:
-    count = 0
+def _tell_parent() -> None:
+    for forking in list(_forking):
+        forking.forking()
 
 
-_forks = _Forks()
-
-
-def _forking() -> None:
-    _forks.count += 1
-
-
-def _forked() -> None:
+def _tell_child() -> None:
     for inherited in list(_inherited):
         inherited.forked()
 
 
 if hasattr(os, "register_at_fork"):
-    # Counted before and after: whatever changes hands in between differs from both.
-    os.register_at_fork(before=_forking, after_in_parent=_forking, after_in_child=_forked)
+    os.register_at_fork(before=_tell_parent, after_in_parent=_tell_parent, after_in_child=_tell_child)

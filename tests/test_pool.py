@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import queue
 import sys
 import threading
@@ -372,3 +373,32 @@ def test_the_best_maker_here_works():
     anchor[-1] = 3
 
     assert anchor[-1] == 3
+
+
+def fork_and_wait():
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def test_a_segment_that_came_back_before_a_fork_is_used_again_after_it():
+    pool = SegmentPool(1, 4096, make_anonymous, lambda: 0)
+    anchor = pool.take(lambda: False, lambda: False)
+    del anchor
+
+    fork_and_wait()
+
+    assert pool.take(lambda: False, lambda: False) is not None
+    assert pool.num_made == 1
+
+
+def test_a_segment_that_was_lent_out_during_a_fork_is_not_used_again():
+    pool = SegmentPool(1, 4096, make_anonymous, lambda: 0)
+    anchor = pool.take(lambda: False, lambda: False)
+
+    fork_and_wait()
+    del anchor
+
+    assert pool.take(lambda: False, lambda: False) is not None
+    assert pool.num_made == 2

@@ -11,55 +11,57 @@ thing, ``queue.SimpleQueue.put``, which is reentrant by design.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import queue
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncfeed.errors import BudgetError
-from asyncfeed.process import num_forks
+from asyncfeed.process import call_at_fork
 from asyncfeed.units import format_nbytes
 
 __all__ = ["Inbox", "SegmentPool"]
 
 Anchor = NDArray[np.uint8]
 Reference = weakref.ReferenceType[Any]
+Message = Reference | Literal["nudge", "fork"]
 
 
 class Inbox:
     """Where a reader thread waits: for a segment that comes back, or for being told something."""
 
-    __slots__ = ("_queue", "returned")
+    __slots__ = ("__weakref__", "_queue", "returned")
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Reference | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        call_at_fork(self)
         self.returned: Callable[[Reference], None] = self._queue.put
         """A segment is free. Called from finalizers, and therefore written in C: in Python code a Ctrl-C might arrive,
         and be lost with the segment."""
 
     def nudge(self) -> None:
         """Make whoever waits look around."""
-        self._queue.put(None)
+        self._queue.put("nudge")
 
-    def wait(self) -> Reference | None:
-        """The next message; None is a nudge."""
+    def forking(self) -> None:
+        """The process forks: what was returned before is told from what is lent out meanwhile by its place in the queue."""
+        self._queue.put("fork")
+
+    def wait(self) -> Message:
+        """The next message."""
         return self._queue.get()
 
-    def pending(self) -> list[Reference]:
-        """All returned segments there are now, without waiting."""
-        found: list[Reference] = []
-        while True:
-            try:
-                message = self._queue.get_nowait()
-            except queue.Empty:
-                return found
-            if message is not None:
-                found.append(message)
+    def pending(self) -> Iterator[Message]:
+        """All messages there are now, without waiting."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._queue.get_nowait()
 
 
 @dataclass(slots=True)
@@ -80,7 +82,8 @@ class SegmentPool:
     num_made: int = 0
     peak_nbytes: int = 0
     _free: list[mmap.mmap] = field(default_factory=list)
-    _lent: dict[int, tuple[Reference, mmap.mmap, int]] = field(default_factory=dict)
+    _lent: dict[int, tuple[Reference, mmap.mmap]] = field(default_factory=dict)
+    _seen_by_child: set[int] = field(default_factory=set)
     _warned: bool = False
 
     @property
@@ -103,8 +106,8 @@ class SegmentPool:
             BudgetError: one more is needed, and there is no memory for it.
         """
         while not stopped():
-            for reference in self.inbox.pending():
-                self._back(reference)
+            for message in self.inbox.pending():
+                self._hear(message)
             if self._free:
                 return self._lend(self._free.pop())
             if len(self._lent) < self.size:
@@ -112,9 +115,7 @@ class SegmentPool:
             if starving():
                 self._make_room()
                 return self._lend(self._new())
-            message = self.inbox.wait()
-            if message is not None:
-                self._back(message)
+            self._hear(self.inbox.wait())
         return None
 
     def let_go(self) -> None:
@@ -124,6 +125,7 @@ class SegmentPool:
         """
         self._free.clear()
         self._lent.clear()
+        self._seen_by_child.clear()
 
     def take_warning(self) -> str | None:
         """The warning, if there is one that was not taken yet."""
@@ -138,21 +140,27 @@ class SegmentPool:
     def _lend(self, segment: mmap.mmap) -> Anchor:
         anchor = np.frombuffer(segment, np.uint8)
         reference = weakref.ref(anchor, self.inbox.returned)
-        self._lent[id(reference)] = (reference, segment, num_forks())
+        self._lent[id(reference)] = (reference, segment)
         held = self.segment_nbytes * (len(self._lent) + len(self._free))
         self.peak_nbytes = max(self.peak_nbytes, held)
         return anchor
 
+    def _hear(self, message: Message) -> None:
+        if message == "fork":  # views of what is lent out now may live on in the child
+            self._seen_by_child.update(self._lent)
+        elif message != "nudge":
+            self._back(message)
+
     def _back(self, reference: Reference) -> None:
         """Keep a segment that came back; but only one beyond ``size``, for a loop that goes on keeping frames.
 
-        One that was lent out during a fork is let go of: views of it may live on in the child.
+        One that was lent out during a fork is let go of.
         """
-        lent = self._lent.pop(id(reference), None)
-        if lent is None or lent[2] != num_forks():
-            return
-        if not self._free or len(self._lent) + len(self._free) < self.size:
-            self._free.append(lent[1])
+        _, segment = self._lent.pop(id(reference), (None, None))
+        if segment is None or id(reference) in self._seen_by_child:
+            self._seen_by_child.discard(id(reference))
+        elif not self._free or len(self._lent) + len(self._free) < self.size:
+            self._free.append(segment)
 
     def _make_room(self) -> None:
         """Allow one segment beyond the budget, for a loop that keeps what it is given."""
