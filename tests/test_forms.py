@@ -693,3 +693,17 @@ class TestLeavingEarly:
             complete = len(by_for(stream(feed)))
 
         assert asyncio.run(leave_and_return()) == trio.run(leave_and_return) == complete > 1
+
+
+@pytest.mark.parametrize("form", ["triplets", "windows"])
+def test_the_order_does_not_depend_on_how_much_of_it_is_worked_on_at_a_time(path, monkeypatch, form):
+    def order():
+        with Feed(path) as feed:
+            items = feed if form == "triplets" else feed.windows(5, 2)
+            return [item[:2] for item in items]
+
+    at_once = order()
+    monkeypatch.setattr("asyncfeed.engine.loader.SCRATCH_UNITS", 7)
+
+    assert order() == at_once
+    assert len(set(at_once)) == len(at_once)

@@ -25,8 +25,8 @@ Item = TypeVar("Item")
 Triplet: TypeAlias = tuple[str, int, Any]
 Kinds: TypeAlias = list[tuple[np.dtype[Any], tuple[int, ...]]]
 
-TABLES_NBYTES = 8
-"""Per unit of a shuffled partition: its place in the order and its owner, int32 each."""
+TABLES_NBYTES = 12
+"""Per unit of a shuffled partition: its place in the order, its owner, and room to make the two, int32 each."""
 
 
 class Pace:

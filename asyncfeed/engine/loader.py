@@ -19,6 +19,9 @@ from asyncfeed.storage.source import Key
 
 __all__ = ["Loader"]
 
+SCRATCH_UNITS = 1 << 20
+"""Units whose order is worked on at a time; each takes some 16 bytes beside the segment."""
+
 
 class Loader:
     """Loads partitions. Made, used and closed by one reader thread.
@@ -99,12 +102,28 @@ class Loader:
 
 
 def _shuffle(plan: Plan, partition: Partition, placement: Placement, anchor: Array) -> None:
-    """Write the tables of a shuffled order into the segment: which unit comes when, and which slice each is of."""
+    """Write the tables of a shuffled order into the segment: which unit comes when, and which slice each is of.
+
+    Step by step, since numpy makes wide copies of what it is given: no memory is taken but the segment's and theirs.
+    """
     order, owners = placement.tables_of(anchor)
-    order[:] = np.arange(order.size, dtype=np.int32)
+    owner_of = placement.spare_of(anchor)
+    ends = np.cumsum(plan.cut.count(partition.lengths))
+    steps = [slice(start, start + SCRATCH_UNITS) for start in range(0, order.size, SCRATCH_UNITS)]
+    for step in steps:
+        units = np.arange(step.start, min(step.stop, order.size), dtype=np.int32)
+        order[step] = units
+        owner_of[step] = _owners(ends, step.start, step.start + units.size)
     plan.draws(partition).shuffle(order)
-    counts = plan.cut.count(partition.lengths)
-    np.take(np.repeat(np.arange(counts.size, dtype=np.int32), counts), order, out=owners)
+    for step in steps:
+        owner_of.take(order[step], out=owners[step], mode="clip")
+
+
+def _owners(ends: Array, start: int, stop: int) -> Array:
+    """The slices that the units ``start:stop`` belong to, where slice k holds those before ``ends[k]``."""
+    first, last = np.searchsorted(ends, (start, stop - 1), side="right").tolist()
+    bounds = np.clip(ends[first : last + 1], start, stop)
+    return np.repeat(np.arange(first, last + 1, dtype=np.int32), np.diff(bounds, prepend=start))
 
 
 def _direct_reads(partition: Partition, catalog: Catalog, placed: FieldPlacement) -> tuple[Array, ...]:

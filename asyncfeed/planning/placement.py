@@ -35,7 +35,7 @@ class Placement:
 
     fields: tuple[FieldPlacement, ...]
     tables: int
-    """Where the tables of a shuffled order begin: two int32 per unit; none if in order."""
+    """Where the tables of a shuffled order begin: two int32 per unit, and room for a third; none if in order."""
     num_units: int
     nbytes: int
     """Bytes of the segment that are in use."""
@@ -43,7 +43,11 @@ class Placement:
     def tables_of(self, memory: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Views of the two tables: the units in their shuffled order, and the slice that each is of."""
         tables = memory[self.tables : self.nbytes].view(np.int32)
-        return tables[: self.num_units], tables[self.num_units :]
+        return tables[: self.num_units], tables[self.num_units : 2 * self.num_units]
+
+    def spare_of(self, memory: NDArray[np.uint8]) -> NDArray[np.int32]:
+        """A view of as much room again as one of the tables has, for making them."""
+        return memory[self.tables : self.nbytes].view(np.int32)[2 * self.num_units :]
 
 
 def place(partition: Partition, corpus: Corpus, cut: Cut) -> Placement:
