@@ -343,13 +343,19 @@ class Batches(Form[Batch]):
             done = stop
 
     def _whole(self, found: _Frames, columns: list[Array], names: tuple[str, ...] | None) -> Iterator[Batch]:
-        """Batches that one partition fills. What can be looked up for many at once has been."""
-        for start in range(0, len(found.utts), self.size):
+        """Batches that one partition fills. What can be looked up for many at once has been.
+
+        Not a generator, which a second consumer could not enter while the first is in it.
+        """
+
+        def gather(start: int) -> Batch:
             span = slice(start, start + self.size)
             rows = found.rows[span]
             # clip: without looking for indices that are out of bounds, which ours are not
             gathered = [column.take(rows, axis=0, mode="clip") for column in columns]
-            yield _batch(found.utts[span], found.indices[span], gathered, names)
+            return _batch(found.utts[span], found.indices[span], gathered, names)
+
+        return map(gather, range(0, len(found.utts), self.size))
 
     def rest(self) -> Iterator[Iterable[Batch]]:
         gathering, self._gathering = self._gathering, None
