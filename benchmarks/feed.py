@@ -445,7 +445,7 @@ def memory(data: Path) -> Iterator[Figure]:
         [sys.executable, __file__, "--measure-memory", str(gzipped(data))], check=True, capture_output=True, text=True
     ).stdout.split()
     segments, peak, growth = map(float, out)
-    yield Figure("segments", "segments made over four epochs, over prefetch + 1", "= 1", [segments / 2])
+    yield Figure("segments", "segments made over three epochs, over prefetch + 1", "= 1", [segments / 2])
     yield Figure("peak", "peak shared bytes over the budget", "<= 1.0", [peak])
     yield Figure("rss", "growth of RSS beyond shared memory over three epochs of gzip, MB", "< 60", [growth])
 
