@@ -79,6 +79,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def segments() -> Callable[[], list[str]]:
+    """Lists the shared memory of ours that has a name."""
+    return named_segments
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """After every test there are as many threads, descriptors, mappings and shared segments as before."""
@@ -90,6 +96,11 @@ def nothing_left() -> Iterator[None]:
         gc.collect()  # what only the collector frees
         threading.Event().wait(0.01)  # threads that were told to end, and are about to
     assert not left, f"left behind: {left}"
+
+
+def named_segments() -> list[str]:
+    """Shared memory of ours that has a name. Other programs have theirs in the same place."""
+    return sorted(name for name in os.listdir("/dev/shm") if name.startswith("asyncfeed"))
 
 
 def _held() -> dict[str, list[str]]:
@@ -106,7 +117,7 @@ def _held() -> dict[str, list[str]]:
         "mappings": [
             line.split(maxsplit=5)[-1] for line in maps if "asyncfeed" in line and "/site-packages/" not in line
         ],
-        "segments": os.listdir("/dev/shm"),
+        "segments": named_segments(),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 import signal
@@ -275,9 +274,9 @@ def test_ctrl_c_ends_the_program(files, loop, when):
     assert err.rstrip().endswith("KeyboardInterrupt")
 
 
-def test_killed_processes_leave_nothing_and_do_not_stand_in_the_way(files):
+def test_killed_processes_leave_nothing_and_do_not_stand_in_the_way(files, segments):
     """Named segments, several processes at once on one file, half of them killed; then again."""
-    before = os.listdir("/dev/shm")
+    before = segments()
     code = """
     session.pick_maker = lambda: "named"
     feed = small()
@@ -296,7 +295,7 @@ def test_killed_processes_leave_nothing_and_do_not_stand_in_the_way(files):
         results = [finish(process)[::2] for process in processes]
 
         assert results == [(-signal.SIGKILL, ""), (0, "")] * 2
-        assert os.listdir("/dev/shm") == before
+        assert segments() == before
 
 
 # -- fork --------------------------------------------------------------------------------------------------------------
