@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from functools import partial
@@ -43,7 +42,6 @@ class Session:
 
     def __init__(self, settings: Settings, stop: threading.Event | None = None) -> None:
         self.settings = settings
-        self.pid = os.getpid()
         with _Bar(unit=" datasets", desc="cataloguing", delay=SECONDS_BEFORE_BAR, leave=False, disable=None) as bar:
             self.library = open_library(
                 settings.source,

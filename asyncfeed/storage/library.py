@@ -21,7 +21,7 @@ from asyncfeed.errors import (
     StorageError,
     UnreadableDatasetError,
 )
-from asyncfeed.planning.catalog import Access, Catalog, FileStamp, Skipped
+from asyncfeed.planning.catalog import Catalog, FileStamp, Skipped
 from asyncfeed.planning.corpus import Corpus, align, select
 from asyncfeed.storage.hdf5file import is_written_here
 from asyncfeed.storage.index import in_cache, load_index, save_index
@@ -179,8 +179,3 @@ def _number_files(
             numbers.append(number)
         numbered[name] = replace(catalog, file=np.array(numbers, np.int32)[catalog.file])
     return numbered, tuple(files), handle_of
-
-
-def summary(corpus: Corpus) -> Counter[Access]:
-    """How many datasets are reached in which way."""
-    return Counter(Access(a) for c in corpus.catalogs for a in c.access.tolist())
