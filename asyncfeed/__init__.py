@@ -1,8 +1,12 @@
 """asyncfeed: feed training loops from HDF5.
 
-See `asyncfeed.Feed`.
+See `asyncfeed.Feed` and `asyncfeed.CachedItem`.
 """
 
+from asyncfeed.cache.item import CachedItem
+from asyncfeed.cache.journal import Recovery
+from asyncfeed.cache.populate import PopulateReport
+from asyncfeed.cache.store import Verification
 from asyncfeed.engine.forms import Batch, Window
 from asyncfeed.engine.loaded import LoadedPartition
 from asyncfeed.engine.statistics import Statistics
@@ -10,21 +14,27 @@ from asyncfeed.errors import (
     ArgumentError,
     AsyncFeedError,
     BudgetError,
+    CacheMissError,
     ChangedFileError,
     ClosedError,
     ConsumerError,
     DamagedFileError,
     FieldMismatchError,
     ForkError,
+    ItemIdError,
+    ItemTypeError,
     LockedFileError,
+    ModeError,
     NotHDF5Error,
     ReadError,
     ShapeError,
     SourceAccessError,
     SourceMissingError,
+    StaleCacheError,
     StorageError,
     UnreadableDatasetError,
     UsageError,
+    WriteError,
 )
 from asyncfeed.feed import Feed
 from asyncfeed.memory.budget import Budget, MemoryBudget
@@ -38,6 +48,8 @@ __all__ = [
     "Batch",
     "Budget",
     "BudgetError",
+    "CacheMissError",
+    "CachedItem",
     "ChangedFileError",
     "ClosedError",
     "ConsumerError",
@@ -45,21 +57,29 @@ __all__ = [
     "Feed",
     "FieldMismatchError",
     "ForkError",
+    "ItemIdError",
+    "ItemTypeError",
     "LoadedPartition",
     "LockedFileError",
     "MemoryBudget",
+    "ModeError",
     "NotHDF5Error",
     "Partition",
     "Plan",
+    "PopulateReport",
     "ReadError",
+    "Recovery",
     "ShapeError",
     "Skipped",
     "Source",
     "SourceAccessError",
     "SourceMissingError",
+    "StaleCacheError",
     "Statistics",
     "StorageError",
     "UnreadableDatasetError",
     "UsageError",
+    "Verification",
     "Window",
+    "WriteError",
 ]

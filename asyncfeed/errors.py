@@ -10,14 +10,20 @@
     │   ├── ChangedFileError             it changed while the feed was open
     │   ├── UnreadableDatasetError       an utterance that cannot be a sequence of numeric frames
     │   ├── FieldMismatchError           fields that do not fit each other
-    │   └── ReadError                    reading a partition failed midway
+    │   ├── ReadError                    reading a partition failed midway
+    │   ├── StaleCacheError              a cache was made by something else
+    │   └── WriteError                   (OSError) what was to be kept could not be written: the disk is full
     ├── BudgetError                  (MemoryError) the memory there is does not suffice
     └── UsageError                   what the caller did
         ├── ArgumentError                (ValueError) an argument that has no meaning
         ├── ShapeError                   (ValueError) frames of different shapes asked for as one array
+        ├── CacheMissError               (KeyError) the cache does not hold that item
         ├── ClosedError                  used after close
         ├── ConsumerError                two consumers where there can be one
-        └── ForkError                    made in another process
+        ├── ForkError                    made in another process
+        ├── ItemIdError                  (ValueError) an id that cannot be kept
+        ├── ItemTypeError                (TypeError) a value that cannot be kept
+        └── ModeError                    a call, or a step, that the mode does not allow
 
 A message says what was found, what was wanted, and what to do. The library's own exceptions (h5py, the
 operating system) are kept as ``__cause__``.
@@ -29,21 +35,27 @@ __all__ = [
     "ArgumentError",
     "AsyncFeedError",
     "BudgetError",
+    "CacheMissError",
     "ChangedFileError",
     "ClosedError",
     "ConsumerError",
     "DamagedFileError",
     "FieldMismatchError",
     "ForkError",
+    "ItemIdError",
+    "ItemTypeError",
     "LockedFileError",
+    "ModeError",
     "NotHDF5Error",
     "ReadError",
     "ShapeError",
     "SourceAccessError",
     "SourceMissingError",
+    "StaleCacheError",
     "StorageError",
     "UnreadableDatasetError",
     "UsageError",
+    "WriteError",
 ]
 
 
@@ -96,6 +108,16 @@ class ReadError(StorageError):
     """Reading a partition failed midway. All frames of the partitions before it were delivered."""
 
 
+class StaleCacheError(StorageError):
+    """A cache was made by another version, or for other inputs, than it is opened with."""
+
+
+class WriteError(StorageError, OSError):
+    """Something could not be written: the disk is full, or a quota reached. What was acknowledged before is kept."""
+
+    __str__ = Exception.__str__
+
+
 class BudgetError(AsyncFeedError, MemoryError):
     """The memory budget, or the memory that may be used, does not suffice."""
 
@@ -112,8 +134,14 @@ class ShapeError(UsageError, ValueError):
     """Frames of different shapes or dtypes were asked for as one array."""
 
 
+class CacheMissError(UsageError, KeyError):
+    """The cache does not hold this item, and may not or cannot compute it here."""
+
+    __str__ = Exception.__str__  # KeyError would show the repr of its argument
+
+
 class ClosedError(UsageError):
-    """The feed is closed."""
+    """The feed, or the cache, is closed."""
 
 
 class ConsumerError(UsageError):
@@ -122,3 +150,15 @@ class ConsumerError(UsageError):
 
 class ForkError(UsageError):
     """The object was made in another process; after a fork it has no reader thread."""
+
+
+class ItemIdError(UsageError, ValueError):
+    """An item cannot be kept under this id."""
+
+
+class ItemTypeError(UsageError, TypeError):
+    """A value cannot be kept as an array, or an argument has no digest."""
+
+
+class ModeError(UsageError):
+    """The mode that the cache is in does not allow this call, or this step to another mode."""

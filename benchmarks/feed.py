@@ -3,9 +3,6 @@
     python benchmarks/feed.py                  # all rows; about five minutes
     python benchmarks/feed.py gil tiny         # rows whose name begins so
     python benchmarks/feed.py --data DIR       # keep the files (about 2 GB) for the next time
-
-Both sides of a ratio are warmed up first: files in the page cache, segments touched. Machines are noisy: the figure is
-the median of the ratios of single rounds, and the smallest and the largest stand beside it.
 """
 
 from __future__ import annotations
@@ -32,45 +29,7 @@ import numpy as np
 from h5py import h5s, h5t
 
 from asyncfeed import Feed
-
-ROUNDS = 7
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One row of the table."""
-
-    name: str
-    what: str
-    wanted: str
-    ratios: list[float]
-    note: str = ""
-
-    def __str__(self) -> str:
-        low, high = min(self.ratios), max(self.ratios)
-        spread = f"{statistics.median(self.ratios):8.2f}  ({low:.2f} .. {high:.2f})"
-        return (
-            f"{self.name:<18} {spread:<28} wanted {self.wanted:<9} {self.what}{'; ' + self.note if self.note else ''}"
-        )
-
-
-Clock = Callable[[], float]
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """How long a call takes."""
-    gc.collect()
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def in_turn(ours: Clock, other: Clock, *, rounds: int = ROUNDS, warm: int = 2) -> list[tuple[float, float]]:
-    """Measure two things in turn, after warming both up."""
-    for _ in range(warm):
-        ours(), other()
-    return [(ours(), other()) for _ in range(rounds)]
-
+from figures import Clock, Figure, arguments_of, in_turn, run, seconds, warm_up
 
 def exhaust(items: Iterable[object]) -> None:
     """A loop that does nothing with what it gets."""
@@ -106,14 +65,6 @@ def feature_file(path: Path, num: int, mean: int, dim: int, **options: object) -
         temporary.rename(path)
     warm_up(path)
     return path
-
-
-def warm_up(path: Path) -> None:
-    """Bring a file into the page cache."""
-    with path.open("rb", buffering=0) as file:
-        buffer = bytearray(1 << 24)
-        while file.readinto(buffer):
-            pass
 
 
 def large(data: Path) -> Path:
@@ -474,22 +425,13 @@ ROWS = (triplets_async, triplets_for, linear_scan, utterances, tiny_utterances, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", help=f"beginnings of: {', '.join(row.__name__ for row in ROWS)}")
-    parser.add_argument("--data", type=Path, help="where the files are kept")
+    parser = arguments_of(__doc__, ROWS)
     parser.add_argument("--measure-memory", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure_memory:
         measure_memory(arguments.measure_memory)
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        data = arguments.data or Path(temporary)
-        data.mkdir(parents=True, exist_ok=True)
-        os.environ["XDG_CACHE_HOME"] = temporary
-        for row in ROWS:
-            if not arguments.rows or row.__name__.startswith(tuple(arguments.rows)):
-                for figure in row(data):
-                    print(figure, flush=True)
+    else:
+        run(ROWS, arguments.rows, arguments.data)
 
 
 if __name__ == "__main__":

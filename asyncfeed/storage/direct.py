@@ -13,17 +13,18 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncfeed.errors import DamagedFileError, StorageError
 from asyncfeed.planning.coalesce import MAX_CALL_NBYTES, MAX_GAP, Calls
-from asyncfeed.storage.files import MAX_OPEN, Descriptors
+from asyncfeed.storage.files import MAX_OPEN
 from asyncfeed.storage.hdf5file import translate
 from asyncfeed.storage.libc import IOCB, IOCB_CMD_PREADV, IOVEC, Submission, find_preadv, find_submission, last_error
 
-__all__ = ["DirectReader", "available"]
+__all__ = ["DirectReader", "OpenFiles", "available"]
 
 FEW = 4
 """Up to so many calls are made one by one: fewer than the two that a submission takes would hardly be saved."""
@@ -39,6 +40,19 @@ def available() -> bool:
     return _preadv is not None
 
 
+class OpenFiles(Protocol):
+    """Where a `DirectReader` gets its descriptors: `Descriptors`, or something else that holds files open."""
+
+    def __getitem__(self, file: int) -> int:
+        """The descriptor of a file. Raises `StorageError` if it cannot be had."""
+
+    def check(self, file: int) -> None:
+        """Called before and after a file is read: raises `ChangedFileError` if it is no longer what is expected."""
+
+    def path(self, file: int) -> str:
+        """The path of a file, for messages."""
+
+
 class DirectReader:
     """Carries out planned calls. Not thread-safe; made and used by one reader thread.
 
@@ -46,7 +60,7 @@ class DirectReader:
     per range of a partition.
     """
 
-    def __init__(self, descriptors: Descriptors, stopped: Callable[[], bool]) -> None:
+    def __init__(self, descriptors: OpenFiles, stopped: Callable[[], bool]) -> None:
         self.descriptors = descriptors
         self.stopped = stopped
         self.num_calls = 0

@@ -14,7 +14,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-__all__ = ["EVENT", "IOCB", "IOCB_CMD_PREADV", "IOVEC", "find_preadv", "find_submission", "last_error"]
+__all__ = [
+    "EVENT",
+    "IOCB",
+    "IOCB_CMD_PREADV",
+    "IOVEC",
+    "find_preadv",
+    "find_submission",
+    "last_error",
+    "rename_exclusive",
+    "start_writeback",
+]
 
 IOVEC = np.dtype([("base", np.uint64), ("nbytes", np.uint64)])
 """``struct iovec`` of readv(2), on 64-bit systems."""
@@ -126,3 +136,49 @@ def find_submission() -> Submission | None:
         return Submission()
     except OSError:  # forbidden by a sandbox, or all contexts of the machine (fs.aio-max-nr) are taken
         return None
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Have the kernel begin to bring a part of a file to disk, without waiting for it: sync_file_range(2).
+
+    Does nothing where there is no such call, and says nothing of failures: it is a hint, fsync tells.
+    """
+    if sys.platform == "linux" and _sync_file_range is not None:
+        _sync_file_range(fd, offset, nbytes, 2)
+
+
+def rename_exclusive(source: str, target: str) -> None:
+    """Give a file another name if nothing has that name yet: renameat2(2) with RENAME_NOREPLACE.
+
+    Where the system or the file system has no such call, two steps have to do, with a moment between them.
+
+    Raises:
+        FileExistsError: something has.
+        OSError: what `os.rename` raises.
+    """
+    if _renameat2 is not None:
+        if _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), 1) == 0:
+            return
+        error = last_error()
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise OSError(error.errno, error.strerror, source, None, target)
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+    os.rename(source, target)
+
+
+_AT_FDCWD = -100
+
+
+def _find(name: str, *argtypes: type) -> Callable[..., int] | None:
+    """A function of the C library; None where it has no such."""
+    try:
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError, TypeError):
+        return None
+    function.argtypes = argtypes
+    return function  # type: ignore[no-any-return]
+
+
+_renameat2 = _find("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+_sync_file_range = _find("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)

@@ -28,7 +28,7 @@ from asyncfeed.storage.index import in_cache, load_index, save_index
 from asyncfeed.storage.scan import Progress, scan
 from asyncfeed.storage.source import AnySource, Container, fields_of
 
-__all__ = ["Library", "open_library"]
+__all__ = ["Library", "catalogue", "open_library"]
 
 SHOWN = 5
 """Unreadable datasets that an error message names; the rest is counted."""
@@ -70,18 +70,20 @@ def open_library(
     skipped: list[Skipped] = []
     for name, containers in fields.items():
         parts: list[Catalog] = []
+        caches: list[str] = []
         handles[name] = []
         for container in containers:
             # Without its only file there is nothing to go on with: that error says best what is wrong.
-            part = _catalogue(container, unreadable if len(containers) > 1 else "raise", index, progress, stop)
+            part = _catalogue_or_skip(container, unreadable if len(containers) > 1 else "raise", index, progress, stop)
             if isinstance(part, Skipped):
                 skipped.append(part)
             else:
                 parts.append(part)
+                caches.append(container.cache)
                 handles[name] += [container.handle] + [None] * (len(part.files) - 1)
         if not parts:
             raise StorageError(f"none of the {len(containers)} files can be read; the last: {skipped[-1].reason}")
-        merged = _merge(parts)
+        merged = _merge(_without_replaced(parts, caches))
         skipped += _wanted(merged.skipped, includes, excludes)
         catalogs[name] = select(merged, includes, excludes)
     fatal = [s for s in skipped if not s.harmless]
@@ -94,29 +96,56 @@ def open_library(
     return Library(Corpus(numbered, named), files, handle_of, linked, (*skipped, *unmatched))
 
 
-def _catalogue(
-    container: Container,
-    unreadable: str,
-    index: str,
-    progress: Progress | None,
-    stop: threading.Event | None,
+def _catalogue_or_skip(
+    container: Container, unreadable: str, index: str, progress: Progress | None, stop: threading.Event | None
 ) -> Catalog | Skipped:
-    """The catalog of one container: kept, or scanned and then kept."""
-    keep = index == "auto" and container.handle is None and not is_written_here(container.path)
-    known = load_index(container.path, container.key) if keep else None
-    if known is not None and not any(is_written_here(f.path) for f in known.files[1:]):
-        return known
+    """The catalog of one container, or, with ``unreadable="skip"``, why it has none."""
     try:
-        catalog = scan(container, progress=progress, stop=stop)
+        return catalogue(container, index=index, progress=progress, stop=stop)
     except (DamagedFileError, NotHDF5Error, SourceAccessError, LockedFileError) as error:
         if unreadable == "raise":
             raise
         return Skipped("", container.path, str(error), "copy or make it again")
+
+
+def catalogue(
+    container: Container,
+    *,
+    index: str = "auto",
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+) -> Catalog:
+    """The catalog of one container: kept, or scanned and then kept.
+
+    Raises:
+        StorageError: it cannot be opened or walked.
+    """
+    keep = index == "auto" and container.handle is None and not is_written_here(container.path)
+    known = load_index(container.path, container.key) if keep else None
+    if known is not None and not any(is_written_here(f.path) for f in known.files[1:]):
+        return known
+    catalog = scan(container, progress=progress, stop=stop)
     lasts = all(s.lasting for s in catalog.skipped) and not any(is_written_here(f.path) for f in catalog.files[1:])
     if keep and lasts:
         with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to stop
             save_index(catalog, in_cache(container.path, container.key))
     return catalog
+
+
+def _without_replaced(parts: list[Catalog], caches: list[str]) -> list[Catalog]:
+    """The catalogs of generations of a cache without the items that a later generation of it has, too."""
+    newer: dict[str, set[str]] = {}
+    kept = []
+    for part, cache in zip(reversed(parts), reversed(caches), strict=True):
+        if cache:
+            known = newer.setdefault(cache, set())
+            current = np.flatnonzero([utt not in known for utt in part.ids])
+            skipped = tuple(s for s in part.skipped if s.utt not in known)
+            known.update(part.ids, (s.utt for s in part.skipped))
+            if current.size < len(part) or len(skipped) < len(part.skipped):
+                part = replace(part.take(current), skipped=skipped)  # noqa: PLW2901
+        kept.append(part)
+    return kept[::-1]
 
 
 def _merge(parts: list[Catalog]) -> Catalog:

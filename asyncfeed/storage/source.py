@@ -6,17 +6,26 @@ import glob
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import h5py
 
 from asyncfeed.errors import ArgumentError, NotHDF5Error, SourceMissingError
+from asyncfeed.storage.generations import DEFAULT_FILENAME, Generations
 
 __all__ = ["AnySource", "Container", "Key", "Source", "anchored", "containers_of", "fields_of"]
 
 Pathish: TypeAlias = "str | os.PathLike[str]"
-OneSource: TypeAlias = "Pathish | Sequence[Pathish] | h5py.Group | Source"
+OneSource: TypeAlias = "Pathish | Sequence[Pathish] | h5py.Group | Source | Generations | HasSource"
 AnySource: TypeAlias = "OneSource | Mapping[str, OneSource]"
+
+
+@runtime_checkable
+class HasSource(Protocol):
+    """Something that can be streamed and knows where it lies: a cache."""
+
+    def as_source(self) -> Generations:
+        """What to stream. Called when a feed is made, not when it opens."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,8 @@ class Container:
     path: str
     key: str
     handle: h5py.Group | None = None
+    cache: str = ""
+    """The cache that this is a generation of; among those, a later one replaces utterances of an earlier one."""
 
 
 def fields_of(source: AnySource) -> tuple[dict[str, list[Container]], bool]:
@@ -95,14 +106,23 @@ def containers_of(source: OneSource, key: str = "{utt}") -> list[Container]:
     """The containers of one field, in the order given; files of a glob are sorted by name."""
     if isinstance(source, Source):
         return containers_of(source.path, source.key)
+    if isinstance(source, HasSource):
+        return containers_of(source.as_source(), key)
+    if isinstance(source, Generations):
+        return [Container(path, key, cache=source.path) for path in source.existing()]
     if isinstance(source, h5py.Group):
         if not source:
             raise ArgumentError("the h5py handle is closed; open the file again, or pass its path")
         return [Container(source.file.filename, key, source)]
-    if isinstance(source, bytes):
-        source = os.fsdecode(source)
-    if isinstance(source, str | os.PathLike):
-        return [Container(path, key) for path in _expand(os.fspath(source))]
+    if isinstance(source, str | bytes | os.PathLike):
+        path = os.fsdecode(source)
+        if os.path.isdir(path) and Generations(path):
+            return containers_of(Generations(path), key)
+        return [Container(path, key) for path in _expand(path)]
+    return _containers_of_list(source, key)
+
+
+def _containers_of_list(source: object, key: str) -> list[Container]:
     if isinstance(source, Sequence):
         if not source:
             raise ArgumentError("the list of files is empty; give it at least one")
@@ -113,7 +133,7 @@ def containers_of(source: OneSource, key: str = "{utt}") -> list[Container]:
         return found
     raise ArgumentError(
         f"a {type(source).__name__} is not a source; pass a path, a list of paths, a glob, an h5py.File or h5py.Group, "
-        f"a Source, or a mapping of field names to these. Python file objects and URLs are not supported: copy first"
+        f"a Source, a CachedItem, or a mapping of field names to these. Python file objects and URLs are not supported: copy first"
     )
 
 
@@ -121,7 +141,10 @@ def _expand(path: str) -> list[str]:
     if "://" in path:
         raise ArgumentError(f"{path!r} is a URL; remote files are not supported: copy it to a local disk first")
     if os.path.isdir(path):
-        raise NotHDF5Error(f"{path} is a directory; for the files in it pass a glob: {os.path.join(path, '*.h5')!r}")
+        raise NotHDF5Error(
+            f"{path} is a directory, and holds no {DEFAULT_FILENAME} as a cache has it; for the files in it pass a glob: "
+            f"{os.path.join(path, '*.h5')!r}"
+        )
     if os.path.exists(path):
         return [path]
     if glob.has_magic(path):
@@ -134,8 +157,12 @@ def _expand(path: str) -> list[str]:
 
 def anchored(source: Any) -> Any:
     """The same source with absolute paths: it means the same files after ``os.chdir``, and in another process."""
+    if isinstance(source, HasSource):
+        source = source.as_source()
     if isinstance(source, Source):
         return replace(source, path=anchored(source.path))
+    if isinstance(source, Generations):
+        return replace(source, directory=os.path.abspath(source.directory))
     if isinstance(source, h5py.Group):
         return source
     if isinstance(source, Mapping):

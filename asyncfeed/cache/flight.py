@@ -1,0 +1,110 @@
+"""Compute each item once, however many wait for it, and whoever of them gives up."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Any
+
+import anyio
+from anyio.lowlevel import current_token
+from numpy.typing import NDArray
+
+from asyncfeed.errors import ClosedError
+
+__all__ = ["Flights"]
+
+Compute = Callable[[], Awaitable[NDArray[Any]]]
+
+_tasks: set[object] = set()
+"""asyncio refers to its tasks weakly; what runs must not be collected."""
+
+
+def _spawn(function: Callable[[], Any]) -> None:
+    """Run a coroutine function in a task that belongs to the event loop, and not to the task that asked for it.
+
+    anyio has task groups only, which would tie it to the scope of one of those who wait.
+    """
+    loop: Any = current_token().native_token
+    if hasattr(loop, "create_task"):
+        task = loop.create_task(function())
+        _tasks.add(task)
+        task.add_done_callback(_tasks.discard)
+    else:
+        sys.modules["trio"].lowlevel.spawn_system_task(function)
+
+
+class _Flight:
+    """One computation under way."""
+
+    def __init__(self) -> None:
+        self.landed = anyio.Event()
+        self.scope = anyio.CancelScope()
+        self.waiting = 0
+        self.value: NDArray[Any] | None = None
+        self.error: BaseException | None = None
+
+
+class Flights:
+    """The computations under way. For one event loop at a time.
+
+    Args:
+        took_off: called when one begins.
+        landed: called when it has ended, which may be later than the last one who waited for it.
+    """
+
+    def __init__(self, took_off: Callable[[], None], landed: Callable[[], None]) -> None:
+        self._flights: dict[Hashable, _Flight] = {}
+        self._took_off, self._landed = took_off, landed
+
+    async def share(self, key: Hashable, compute: Compute) -> NDArray[Any]:
+        """What ``compute()`` gives, which is called once for all who wait for the same key, in a task of its own.
+
+        Everybody gets an array of their own. When nobody waits any longer it is cancelled; if it cannot be, because it
+        is in a thread, it is brought to its end.
+        """
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = _Flight()
+            self._took_off()
+            _spawn(lambda: self._fly(key, flight, compute))
+        flight.waiting += 1
+        first = flight.waiting == 1
+        try:
+            await flight.landed.wait()
+        finally:
+            flight.waiting -= 1
+            if not flight.waiting and not flight.landed.is_set():
+                self._forget(key, flight)
+                flight.scope.cancel()
+        if flight.error is not None:
+            raise flight.error
+        assert flight.value is not None
+        return flight.value if first else flight.value.copy()
+
+    def cancel(self) -> None:
+        """Cancel all of them, whoever waits."""
+        for key, flight in list(self._flights.items()):
+            self._forget(key, flight)
+            flight.scope.cancel()
+
+    async def _fly(self, key: Hashable, flight: _Flight, compute: Compute) -> None:
+        flight.error = ClosedError(
+            "the computation was cancelled: the cache was closed"
+        )  # unless something else happens
+        try:
+            with flight.scope:
+                flight.value = await compute()
+                flight.error = None
+        except anyio.get_cancelled_exc_class():  # the event loop ends
+            raise
+        except BaseException as error:  # noqa: BLE001 - it belongs to those who wait
+            flight.error = error
+        finally:
+            self._forget(key, flight)
+            flight.landed.set()
+            self._landed()
+
+    def _forget(self, key: Hashable, flight: _Flight) -> None:
+        if self._flights.get(key) is flight:
+            del self._flights[key]

@@ -1,0 +1,247 @@
+"""Append items to a file so that what was appended survives the end of the process, at whatever instant."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncfeed.cache import records
+from asyncfeed.cache.fingerprint import Fingerprint
+from asyncfeed.cache.records import DATA_START, HEADER_START, Entry, Header, Kind
+from asyncfeed.errors import AsyncFeedError, DamagedFileError, WriteError
+from asyncfeed.storage.libc import start_writeback
+from asyncfeed.units import MIB, format_nbytes
+
+__all__ = ["Durability", "Journal", "Recovery", "read_header", "sync_directory", "write_all", "writing"]
+
+Durability = Literal["process", "fsync"]
+
+WRITEBACK_NBYTES = 8 * MIB
+"""So often the kernel is told to bring to disk what was appended, so that sealing need not wait for all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What was found in a journal that an earlier session left."""
+
+    path: str
+    kept: int
+    """Items that are intact, and there."""
+    damaged: int
+    """Items that were found but whose bytes do not match their checksum. They are gone, and will be computed again."""
+    dropped_nbytes: int
+    """Of the torn end that was cut off: an item whose writing had begun and was not acknowledged."""
+
+    def __str__(self) -> str:
+        lost = f", {self.damaged} damaged items left out" if self.damaged else ""
+        torn = f", a torn end of {format_nbytes(self.dropped_nbytes)} cut off" if self.dropped_nbytes else ""
+        return f"{self.path}: {self.kept} items of an earlier session kept{lost}{torn}"
+
+
+def read_header(path: str) -> Header | None:
+    """What a journal or a sealed file says it is; None if it is neither, or not there."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return Header.decode(os.pread(file.fileno(), DATA_START - HEADER_START, HEADER_START))
+    except FileNotFoundError:
+        return None
+
+
+class Journal:
+    """A journal that is open for appending, and read from at the same time. Any thread.
+
+    Opening one that exists replays it: every intact item is kept, and a torn end is cut off.
+
+    Args:
+        path: of the journal; the caller holds the lock that goes with it.
+        fingerprint: for a new one. Whether it fits an existing one, the caller has to check.
+        durability: whether an item is safe from the end of the process when `append` returns, or of the machine as well.
+
+    Raises:
+        WriteError: it cannot be made.
+        DamagedFileError: it is no journal.
+    """
+
+    def __init__(self, path: str, fingerprint: Fingerprint, durability: Durability = "process") -> None:
+        self.path = path
+        self.recovery: Recovery | None = None
+        self.entries: dict[str, Entry] = {}
+        self._durability = durability
+        self._appending, self._syncing = threading.Lock(), threading.Lock()
+        with writing(path, "opened for writing"):
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if os.fstat(self.fd).st_size < DATA_START:
+                self._begin(fingerprint)
+            else:
+                self._replay()
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._synced = self._written_back = self._end
+
+    def _begin(self, fingerprint: Fingerprint) -> None:
+        """Write the header; whatever is there is shorter than one, from a session that ended at once."""
+        self.header = Header(os.urandom(16), fingerprint)
+        text = self.header.encode()
+        with writing(self.path, "begun"):
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, text, HEADER_START)
+            os.ftruncate(self.fd, DATA_START)  # last: who finds this size finds a header
+            if self._durability == "fsync":
+                os.fsync(self.fd)
+                sync_directory(self.path)
+        self._end = DATA_START
+
+    def _replay(self) -> None:
+        header = Header.decode(os.pread(self.fd, DATA_START - HEADER_START, HEADER_START))
+        if header is None:
+            raise DamagedFileError(
+                f"{self.path} is no journal of a cache, or its header is damaged; move it away to begin a new one"
+            )
+        self.header = header
+        with mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ) as content:
+            end, damaged, sealing = self._find_entries(content)
+            size = len(content)
+        if end != size:
+            with writing(self.path, "cut to its intact part"):
+                os.ftruncate(self.fd, end)
+        self._end = end
+        # A table comes last, when sealing has begun: all that was to be kept lies before it.
+        self.recovery = Recovery(self.path, len(self.entries), damaged, 0 if sealing else max(0, size - end))
+
+    def _find_entries(self, content: mmap.mmap) -> tuple[int, int, bool]:
+        """Note every intact entry; where the last one ends, how many were damaged, and whether sealing had begun."""
+        end = position = DATA_START
+        damaged = 0
+        while position < len(content):
+            record = records.decode(content, position, self.header.nonce)
+            if record is None:
+                position = records.resume(content, position + 1, self.header.nonce)
+                damaged += position < len(content)
+                continue
+            if record.kind is Kind.TABLE:
+                return end, damaged, True
+            position = record.stop
+            entry = record.entry
+            if _checksum_of(content, entry) == entry.checksum:
+                self.entries[record.uid] = entry
+                end = record.stop  # the padding may be torn off, and comes back
+            elif record.stop < len(content):
+                damaged += 1
+        return end, damaged, False
+
+    def append(self, uid: str, array: NDArray[Any], digest: bytes = b"") -> Entry:
+        """Write an item; when this returns, it is kept. An earlier one of the same id is replaced.
+
+        Raises:
+            WriteError: the disk is full, or failed; the journal is as it was before.
+        """
+        checksum = zlib.crc32(records.raw(array))
+        with self._appending:
+            entry = self._write(Kind.ITEM, uid, array, digest, checksum)
+            end = self._end
+        if self._durability == "fsync":
+            self._sync_to(end)
+        self.entries[uid] = entry
+        return entry
+
+    def append_table(self, archive: NDArray[np.uint8]) -> Entry:
+        """Write what comes last: the table of a file that is being sealed."""
+        with self._appending:
+            return self._write(Kind.TABLE, "", archive, b"", zlib.crc32(archive.data))
+
+    def _write(self, kind: Kind, uid: str, array: NDArray[Any], digest: bytes, checksum: int) -> Entry:
+        start = self._end
+        pieces = records.encode(self.header.nonce, kind, uid, array, digest, checksum)
+        nbytes = sum(map(len, pieces))
+        with writing(self.path, f"written to (item {uid!r})", lambda: os.ftruncate(self.fd, start)):
+            write_all(self.fd, list(pieces), start)
+        self._end = start + nbytes
+        if self._end - self._written_back >= WRITEBACK_NBYTES:
+            start_writeback(self.fd, self._written_back, self._end - self._written_back)
+            self._written_back = self._end
+        return Entry(start + len(pieces[0]), pieces[1].nbytes, array.dtype, array.shape, checksum, digest)
+
+    def _sync_to(self, end: int) -> None:
+        """Make sure that all before ``end`` is on disk; threads that wait meanwhile find it done together."""
+        with self._syncing:
+            if self._synced >= end:
+                return
+            reached = self._end
+            with writing(self.path, "brought to disk"):
+                os.fdatasync(self.fd)
+            self._synced = reached
+
+    @property
+    def end(self) -> int:
+        """The size of all records, and of what comes before them."""
+        return self._end
+
+    def rewind(self, end: int) -> None:
+        """Take back everything from ``end`` on: sealing failed."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self.fd, end)
+        self._end = end
+
+    def close(self) -> None:
+        """Close the file, which stays as it is. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _checksum_of(content: mmap.mmap, entry: Entry) -> int:
+    with memoryview(content) as view, view[entry.offset : entry.offset + entry.nbytes] as data:
+        return zlib.crc32(data)
+
+
+def write_all(fd: int, pieces: list[Any], position: int) -> None:
+    """Write pieces one after the other, in one call if the kernel takes all of it."""
+    views = [memoryview(piece) for piece in pieces if len(piece)]
+    while views:
+        done = os.pwritev(fd, views, position)
+        position += done
+        while views and done >= len(views[0]):
+            done -= len(views.pop(0))
+        if done:
+            views[0] = views[0][done:]
+
+
+def sync_directory(path: str) -> None:
+    """Bring to disk that a file of this path is there."""
+    fd = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot, and do not need to
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def writing(path: str, doing: str, undo: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Make the errors of the operating system ours; ``undo`` restores what was there."""
+    try:
+        yield
+    except AsyncFeedError:
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            undo()
+        raise WriteError(
+            f"{path} could not be {doing}: {error.strerror}; everything that was acknowledged is kept. Make room, or "
+            f"give the cache another place"
+        ) from error
+    except BaseException:  # Ctrl-C between two calls
+        with contextlib.suppress(OSError):
+            undo()
+        raise

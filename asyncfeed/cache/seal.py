@@ -1,0 +1,178 @@
+"""Make a complete HDF5 file of a journal.
+
+The data are not copied. HDF5 is asked for a file of the same datasets in which the place of the data is taken by one
+large block that nobody writes, so that everything it writes itself lies before and behind that block; these metadata,
+with the true places of the data entered, are put around the records of the journal. Sealing thereby costs some hundred
+bytes per item, and the wait until all is on disk.
+
+The format is that of the HDF5 File Format Specification, version 3: object headers of version 1 (IV.A.1.a), which have no
+checksum, and data layout messages of version 3 (IV.A.2.i), in which the address of contiguous data stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import h5py
+from h5py import h5d, h5o, h5p, h5s, h5t
+from numpy.typing import NDArray
+
+from asyncfeed.cache.fingerprint import Fingerprint
+from asyncfeed.cache.journal import Journal, write_all, writing
+from asyncfeed.cache.records import DATA_START, HEADER_START, POINTER_START, Entry, Header, Pointer
+from asyncfeed.cache.table import Table
+from asyncfeed.cache.values import type_id
+
+__all__ = ["ATTRIBUTE", "Compression", "UnexpectedLayoutError", "seal", "seal_copy"]
+
+Compression: TypeAlias = "str | int | None"
+
+ATTRIBUTE = "asyncfeed"
+"""Of the root group: the fingerprint, for whoever looks with other tools."""
+
+
+class UnexpectedLayoutError(Exception):
+    """This version of HDF5 writes something else than the one that was tried; the data have to be copied then."""
+
+
+LAYOUT_MESSAGE = 8
+UNDEFINED = 0xFFFF_FFFF_FFFF_FFFF
+
+
+def seal(journal: Journal) -> None:
+    """Turn a journal into an HDF5 file, in place. It still has its name, and on failure it still is a journal.
+
+    Raises:
+        WriteError: the disk is full.
+        UnexpectedLayoutError: this cannot be done with this HDF5; `seal_copy` can.
+    """
+    end = journal.end
+    scratch = f"{journal.path}.scratch"
+    try:
+        table = journal.append_table(Table.of(journal.entries).to_archive())
+        head, tail = _metadata(scratch, journal.entries, journal.end, journal.header.fingerprint)
+        pointer = Pointer(table.offset, table.nbytes, journal.end + len(tail))
+        with writing(journal.path, "sealed"):
+            write_all(journal.fd, [tail], journal.end)
+            os.pwrite(journal.fd, pointer.encode(), POINTER_START)
+            os.pwrite(journal.fd, head, 0)
+            os.fsync(journal.fd)
+    except BaseException:
+        journal.rewind(end)
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(scratch)
+
+
+def _metadata(path: str, entries: Mapping[str, Entry], end: int, fingerprint: Fingerprint) -> tuple[bytes, bytes]:
+    """What HDF5 writes for these datasets: before `HEADER_START`, and from ``end`` on."""
+    with writing(path, "made"), _file_around(path, end, fingerprint) as file:
+        addresses = _create_datasets(file, entries)
+    with open(path, "rb") as scratch:
+        head = bytearray(scratch.read(HEADER_START))
+        scratch.seek(end)
+        tail = bytearray(scratch.read())
+    for address, entry in zip(addresses, entries.values(), strict=True):
+        if entry.nbytes:
+            # HDF5 puts the first headers into what is left of the block that it began the file with.
+            _enter_place(*((head, address) if address < HEADER_START else (tail, address - end)), entry)
+    return bytes(head), bytes(tail)
+
+
+@contextlib.contextmanager
+def _file_around(path: str, end: int, fingerprint: Fingerprint) -> Iterator[h5py.File]:
+    """A new HDF5 file that leaves everything between `HEADER_START` and ``end`` alone."""
+    with h5py.File(path, "w", libver="earliest", locking=False) as file:
+        file.attrs[ATTRIBUTE] = fingerprint.to_json()
+        early = h5p.create(h5p.DATASET_CREATE)
+        early.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+        early.set_fill_time(h5d.FILL_TIME_NEVER)
+        # Without a name: it is gone when the file is closed, and the space stays.
+        block = h5d.create(file.id, None, h5t.NATIVE_UINT8, h5s.create_simple((end,)), early)
+        if block.get_offset() > HEADER_START:
+            raise UnexpectedLayoutError("HDF5 takes more room at the beginning of a file than is left to it")
+        yield file
+        del block
+
+
+def _create_datasets(file: h5py.File, entries: Mapping[str, Entry]) -> list[int]:
+    """Create a dataset without data for each item; the addresses of their headers."""
+    settings = h5p.create(h5p.DATASET_CREATE)
+    settings.set_alloc_time(h5d.ALLOC_TIME_LATE)
+    settings.set_fill_time(h5d.FILL_TIME_NEVER)
+    settings.set_obj_track_times(False)
+    groups = h5p.create(h5p.LINK_CREATE)
+    groups.set_create_intermediate_group(True)
+    addresses = []
+    for uid, entry in entries.items():
+        space = h5s.create_simple(entry.shape) if entry.shape else h5s.create(h5s.SCALAR)
+        dataset = h5d.create(file.id, uid.encode(), type_id(entry.dtype), space, settings, groups)
+        addresses.append(h5o.get_info(dataset).addr)
+    return addresses
+
+
+def _enter_place(metadata: bytearray, header: int, entry: Entry) -> None:
+    """Write into the object header of a dataset where its data are."""
+    layout = _layout_in(metadata, header)
+    if struct.unpack_from("<BBQQ", metadata, layout) != (3, 1, UNDEFINED, entry.nbytes):
+        raise UnexpectedLayoutError("HDF5 lays out a dataset otherwise than expected")
+    struct.pack_into("<Q", metadata, layout + 2, entry.offset)
+
+
+def _layout_in(metadata: bytearray, header: int) -> int:
+    """Where the data layout message of an object header begins."""
+    version, num_messages = struct.unpack_from("<BxH", metadata, header)
+    position = header + 16
+    for _ in range(num_messages if version == 1 else 0):
+        kind, nbytes = struct.unpack_from("<HH", metadata, position)
+        position += 8
+        if kind == LAYOUT_MESSAGE:
+            return position
+        position += nbytes
+    raise UnexpectedLayoutError("HDF5 writes object headers otherwise than expected")
+
+
+def seal_copy(
+    path: str,
+    header: Header,
+    entries: Mapping[str, Entry],
+    read: Callable[[str], NDArray[Any]],
+    compression: Compression,
+) -> None:
+    """Write a complete HDF5 file at ``path``, its data copied, and compressed if that is wanted.
+
+    Raises:
+        WriteError: the disk is full.
+    """
+    places = {uid: replace(entry, offset=-1) for uid, entry in entries.items()}
+    table_nbytes = Table.of(places).to_archive().size  # which does not depend on the offsets
+    try:
+        with writing(path, "made"):
+            with _file_around(path, DATA_START + table_nbytes, header.fingerprint) as file:
+                for uid, entry in entries.items():
+                    dataset = _create_filled(file, uid, read(uid), compression)
+                    places[uid] = replace(entry, offset=-1 if (offset := dataset.get_offset()) is None else offset)
+            with open(path, "r+b", buffering=0) as sealed:
+                archive = Table.of(places).to_archive()
+                pointer = Pointer(DATA_START, archive.size, os.fstat(sealed.fileno()).st_size)
+                write_all(sealed.fileno(), [archive.data], DATA_START)
+                os.pwrite(sealed.fileno(), pointer.encode(), POINTER_START)
+                os.pwrite(sealed.fileno(), header.encode(), HEADER_START)
+                os.fsync(sealed.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+
+
+def _create_filled(file: h5py.File, uid: str, array: NDArray[Any], compression: Compression) -> h5d.DatasetID:
+    if array.dtype.kind in "mM":
+        array = array.astype(h5py.opaque_dtype(array.dtype))
+    filters = {"compression": compression} if compression is not None and array.size and array.ndim else {}
+    return file.create_dataset(uid, data=array, **filters).id
