@@ -1,7 +1,7 @@
 """What `CachedItem` reaches: every figure is a ratio of two things measured in turn, in one run, on one machine.
 
-    python benchmarks/cache.py                  # all rows; about eight minutes
-    python benchmarks/cache.py writing kill     # rows whose name begins so
+python benchmarks/cache.py                  # all rows; about eight minutes
+python benchmarks/cache.py writing kill     # rows whose name begins so
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+from figures import Figure, arguments_of, in_turn, run, seconds, warm_up
 
 from asyncfeed import CachedItem
 from asyncfeed.storage.generations import Generations
-from figures import Figure, arguments_of, in_turn, run, seconds, warm_up
 
 NUM, SHAPE = 10_000, (250, 100)
 """Items, and their shape: 100 KB of float32 each, 1 GB together."""
@@ -150,7 +150,7 @@ def populating(data: Path) -> Iterator[Figure]:
     num, gpu, result = 200, threading.Lock(), np.ones((1000, 100), "f4")
     spent: list[float] = []
 
-    def func(uid: str, signal: int) -> np.ndarray:
+    def func(_: str, signal: int) -> np.ndarray:
         with gpu:
             started = time.perf_counter()
             time.sleep(0.010)

@@ -1,8 +1,8 @@
 """What `Feed` reaches: every figure is a ratio of two things measured in turn, in one run, on one machine.
 
-    python benchmarks/feed.py                  # all rows; about five minutes
-    python benchmarks/feed.py gil tiny         # rows whose name begins so
-    python benchmarks/feed.py --data DIR       # keep the files (about 2 GB) for the next time
+python benchmarks/feed.py                  # all rows; about five minutes
+python benchmarks/feed.py gil tiny         # rows whose name begins so
+python benchmarks/feed.py --data DIR       # keep the files (about 2 GB) for the next time
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
 import h5py
 import numpy as np
+from figures import ROUNDS, Clock, Figure, arguments_of, in_turn, run, seconds, warm_up
 from h5py import h5s, h5t
 
 from asyncfeed import Feed
-from figures import Clock, Figure, arguments_of, in_turn, run, seconds, warm_up
+
 
 def exhaust(items: Iterable[object]) -> None:
     """A loop that does nothing with what it gets."""

@@ -21,7 +21,8 @@ STOREYS = [
     {"storage"},
     {"memory"},
     {"engine"},
-    {"stream", "feed", "cli", "__init__", "__main__"},
+    {"cache"},
+    {"stream", "feed", "cli", "compat", "__init__", "__main__"},
 ]
 """From the ground up; each knows only those below, and what is on its own."""
 

@@ -37,7 +37,8 @@ class Gate:
     def leave(self) -> None:
         """It has ended."""
         self._inside -= 1
-        self._notify()
+        if self._switching:
+            self._notify()
 
     @contextlib.asynccontextmanager
     async def call(self) -> AsyncIterator[None]:

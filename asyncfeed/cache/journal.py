@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from asyncfeed.cache import records
 from asyncfeed.cache.fingerprint import Fingerprint
 from asyncfeed.cache.records import DATA_START, HEADER_START, Entry, Header, Kind
+from asyncfeed.cache.table import Entries
 from asyncfeed.errors import AsyncFeedError, DamagedFileError, WriteError
 from asyncfeed.storage.libc import start_writeback
 from asyncfeed.units import MIB, format_nbytes
 
-__all__ = ["Durability", "Journal", "Recovery", "read_header", "sync_directory", "write_all", "writing"]
+__all__ = ["Durability", "Journal", "Recovery", "disk_errors", "read_header", "sync_directory", "write_all"]
 
 Durability = Literal["process", "fsync"]
 
@@ -74,10 +75,10 @@ class Journal:
     def __init__(self, path: str, fingerprint: Fingerprint, durability: Durability = "process") -> None:
         self.path = path
         self.recovery: Recovery | None = None
-        self.entries: dict[str, Entry] = {}
+        self.entries = Entries()
         self._durability = durability
         self._appending, self._syncing = threading.Lock(), threading.Lock()
-        with writing(path, "opened for writing"):
+        with disk_errors(path, "opened for writing"):
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if os.fstat(self.fd).st_size < DATA_START:
@@ -93,7 +94,7 @@ class Journal:
         """Write the header; whatever is there is shorter than one, from a session that ended at once."""
         self.header = Header(os.urandom(16), fingerprint)
         text = self.header.encode()
-        with writing(self.path, "begun"):
+        with disk_errors(self.path, "begun"):
             os.ftruncate(self.fd, 0)
             os.pwrite(self.fd, text, HEADER_START)
             os.ftruncate(self.fd, DATA_START)  # last: who finds this size finds a header
@@ -113,7 +114,7 @@ class Journal:
             end, damaged, sealing = self._find_entries(content)
             size = len(content)
         if end != size:
-            with writing(self.path, "cut to its intact part"):
+            with disk_errors(self.path, "cut to its intact part"):
                 os.ftruncate(self.fd, end)
         self._end = end
         # A table comes last, when sealing has begun: all that was to be kept lies before it.
@@ -164,7 +165,7 @@ class Journal:
         start = self._end
         pieces = records.encode(self.header.nonce, kind, uid, array, digest, checksum)
         nbytes = sum(map(len, pieces))
-        with writing(self.path, f"written to (item {uid!r})", lambda: os.ftruncate(self.fd, start)):
+        with disk_errors(self.path, f"written to (item {uid!r})", lambda: os.ftruncate(self.fd, start)):
             write_all(self.fd, list(pieces), start)
         self._end = start + nbytes
         if self._end - self._written_back >= WRITEBACK_NBYTES:
@@ -178,7 +179,7 @@ class Journal:
             if self._synced >= end:
                 return
             reached = self._end
-            with writing(self.path, "brought to disk"):
+            with disk_errors(self.path, "brought to disk"):
                 os.fdatasync(self.fd)
             self._synced = reached
 
@@ -228,7 +229,7 @@ def sync_directory(path: str) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: str, doing: str, undo: Callable[[], object] = lambda: None) -> Iterator[None]:
+def disk_errors(path: str, doing: str, undo: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Make the errors of the operating system ours; ``undo`` restores what was there."""
     try:
         yield

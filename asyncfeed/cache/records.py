@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import functools
 import json
 import struct
 import zlib
@@ -178,11 +179,13 @@ def resume(buffer: Any, position: int, nonce: bytes) -> int:
     return len(buffer)
 
 
+@functools.lru_cache(maxsize=256)
 def dtype_text(dtype: np.dtype[Any]) -> str:
     """A dtype as text, in the way of numpy's own file format."""
     return repr(np.lib.format.dtype_to_descr(dtype))
 
 
+@functools.lru_cache(maxsize=256)
 def dtype_of(text: str) -> np.dtype[Any]:
     """The dtype that `dtype_text` wrote down."""
     return np.dtype(np.lib.format.descr_to_dtype(ast.literal_eval(text)))

@@ -15,7 +15,6 @@ import contextlib
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import h5py
@@ -23,9 +22,9 @@ from h5py import h5d, h5o, h5p, h5s, h5t
 from numpy.typing import NDArray
 
 from asyncfeed.cache.fingerprint import Fingerprint
-from asyncfeed.cache.journal import Journal, write_all, writing
+from asyncfeed.cache.journal import Journal, disk_errors, write_all
 from asyncfeed.cache.records import DATA_START, HEADER_START, POINTER_START, Entry, Header, Pointer
-from asyncfeed.cache.table import Table
+from asyncfeed.cache.table import Entries
 from asyncfeed.cache.values import type_id
 
 __all__ = ["ATTRIBUTE", "Compression", "UnexpectedLayoutError", "seal", "seal_copy"]
@@ -39,6 +38,9 @@ ATTRIBUTE = "asyncfeed"
 class UnexpectedLayoutError(Exception):
     """This version of HDF5 writes something else than the one that was tried; the data have to be copied then."""
 
+
+FLUSH_EVERY = 5_000
+"""Datasets between two writings of metadata: closing a file does the rest, and holds the GIL meanwhile."""
 
 LAYOUT_MESSAGE = 8
 UNDEFINED = 0xFFFF_FFFF_FFFF_FFFF
@@ -54,10 +56,10 @@ def seal(journal: Journal) -> None:
     end = journal.end
     scratch = f"{journal.path}.scratch"
     try:
-        table = journal.append_table(Table.of(journal.entries).to_archive())
+        table = journal.append_table(journal.entries.to_table().to_archive())
         head, tail = _metadata(scratch, journal.entries, journal.end, journal.header.fingerprint)
         pointer = Pointer(table.offset, table.nbytes, journal.end + len(tail))
-        with writing(journal.path, "sealed"):
+        with disk_errors(journal.path, "sealed"):
             write_all(journal.fd, [tail], journal.end)
             os.pwrite(journal.fd, pointer.encode(), POINTER_START)
             os.pwrite(journal.fd, head, 0)
@@ -72,7 +74,7 @@ def seal(journal: Journal) -> None:
 
 def _metadata(path: str, entries: Mapping[str, Entry], end: int, fingerprint: Fingerprint) -> tuple[bytes, bytes]:
     """What HDF5 writes for these datasets: before `HEADER_START`, and from ``end`` on."""
-    with writing(path, "made"), _file_around(path, end, fingerprint) as file:
+    with disk_errors(path, "made"), _file_around(path, end, fingerprint) as file:
         addresses = _create_datasets(file, entries)
     with open(path, "rb") as scratch:
         head = bytearray(scratch.read(HEADER_START))
@@ -109,10 +111,18 @@ def _create_datasets(file: h5py.File, entries: Mapping[str, Entry]) -> list[int]
     settings.set_obj_track_times(False)
     groups = h5p.create(h5p.LINK_CREATE)
     groups.set_create_intermediate_group(True)
-    addresses = []
-    for uid, entry in entries.items():
-        space = h5s.create_simple(entry.shape) if entry.shape else h5s.create(h5s.SCALAR)
-        dataset = h5d.create(file.id, uid.encode(), type_id(entry.dtype), space, settings, groups)
+    spaces = {0: h5s.create(h5s.SCALAR)}
+    root, addresses = file.id, []
+    for number, (uid, entry) in enumerate(entries.items(), 1):
+        if number % FLUSH_EVERY == 0:
+            file.flush()
+        rank = len(entry.shape)
+        space = spaces.get(rank)
+        if space is None:
+            space = spaces[rank] = h5s.create_simple(entry.shape)
+        elif rank:
+            space.set_extent_simple(entry.shape)  # a fifth of what making one takes
+        dataset = h5d.create(root, uid.encode(), type_id(entry.dtype), space, settings, groups if "/" in uid else None)
         addresses.append(h5o.get_info(dataset).addr)
     return addresses
 
@@ -141,7 +151,7 @@ def _layout_in(metadata: bytearray, header: int) -> int:
 def seal_copy(
     path: str,
     header: Header,
-    entries: Mapping[str, Entry],
+    entries: Entries,
     read: Callable[[str], NDArray[Any]],
     compression: Compression,
 ) -> None:
@@ -150,16 +160,17 @@ def seal_copy(
     Raises:
         WriteError: the disk is full.
     """
-    places = {uid: replace(entry, offset=-1) for uid, entry in entries.items()}
-    table_nbytes = Table.of(places).to_archive().size  # which does not depend on the offsets
+    table = entries.to_table()
+    table.offset.fill(-1)
+    archive = table.to_archive()
     try:
-        with writing(path, "made"):
-            with _file_around(path, DATA_START + table_nbytes, header.fingerprint) as file:
-                for uid, entry in entries.items():
-                    dataset = _create_filled(file, uid, read(uid), compression)
-                    places[uid] = replace(entry, offset=-1 if (offset := dataset.get_offset()) is None else offset)
+        with disk_errors(path, "made"):
+            with _file_around(path, DATA_START + archive.size, header.fingerprint) as file:
+                for row, uid in enumerate(entries):
+                    offset = _create_filled(file, uid, read(uid), compression).get_offset()
+                    table.offset[row] = -1 if offset is None else offset
             with open(path, "r+b", buffering=0) as sealed:
-                archive = Table.of(places).to_archive()
+                archive = table.to_archive()  # of the same size: numbers take the same room
                 pointer = Pointer(DATA_START, archive.size, os.fstat(sealed.fileno()).st_size)
                 write_all(sealed.fileno(), [archive.data], DATA_START)
                 os.pwrite(sealed.fileno(), pointer.encode(), POINTER_START)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncfeed.cache.fingerprint import Fingerprint
-from asyncfeed.cache.store import Settings
+from asyncfeed.cache.publish import Settings
 from asyncfeed.errors import ArgumentError
 from asyncfeed.storage.generations import COMPACTING, Generations
 

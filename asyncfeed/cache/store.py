@@ -8,18 +8,18 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from numpy.typing import NDArray
 
 from asyncfeed.cache.fingerprint import Fingerprint
 from asyncfeed.cache.generation import Generation
 from asyncfeed.cache.ids import Groups, check_id
-from asyncfeed.cache.journal import Durability, Journal, Recovery, read_header, sync_directory, writing
-from asyncfeed.cache.lock import PATIENCE, Lock
+from asyncfeed.cache.journal import Journal, Recovery, disk_errors, read_header
+from asyncfeed.cache.lock import Lock
+from asyncfeed.cache.publish import Settings, journal_path, lock_cache, lock_path, lock_writer, merge, publish, remove
 from asyncfeed.cache.records import Entry
-from asyncfeed.cache.seal import Compression, UnexpectedLayoutError, seal, seal_copy
 from asyncfeed.cache.view import Reader, View, intact, read_cached, read_item
 from asyncfeed.errors import (
     CacheMissError,
@@ -27,35 +27,13 @@ from asyncfeed.errors import (
     LockedFileError,
     SourceMissingError,
     StaleCacheError,
-    StorageError,
 )
-from asyncfeed.planning.catalog import Catalog
 from asyncfeed.process import refuse_fork
-from asyncfeed.storage.generations import COMPACTING, Generations
-from asyncfeed.storage.hdf5file import stamp
-from asyncfeed.storage.index import beside, save_index
-from asyncfeed.storage.libc import rename_exclusive
-from asyncfeed.storage.scan import scan
-from asyncfeed.storage.source import Container
+from asyncfeed.storage.generations import COMPACTING
 
-__all__ = ["OnStale", "Settings", "Store", "Verification"]
-
-OnStale = Literal["error", "discard", "ignore"]
+__all__ = ["Store", "Verification"]
 
 log = logging.getLogger("asyncfeed")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a store needs to know; can be sent to other processes."""
-
-    generations: Generations
-    fingerprint: Fingerprint
-    writer: str = "main"
-    compression: Compression = None
-    durability: Durability = "process"
-    on_stale: OnStale = "error"
-    locking: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +85,13 @@ class Store:
 
     def _open_writer(self) -> None:
         settings = self.settings
-        with writing(self.generations.directory, "made"):
+        with disk_errors(self.generations.directory, "made"):
             os.makedirs(self.generations.directory, exist_ok=True)
-        self._lock = self._lock_writer(settings.writer)
+        self._lock = lock_writer(settings, settings.writer)
         try:
-            path = self._journal_path(settings.writer)
+            path = journal_path(settings, settings.writer)
             self._remove_sealed_journal(path)
-            with self._lock_cache():
+            with lock_cache(settings):
                 self._check_journal(path)
                 self._load(writing=True)
             self.journal = Journal(path, settings.fingerprint, settings.durability)
@@ -160,7 +138,7 @@ class Store:
         if self.settings.on_stale == "error":
             raise _stale(generation.path, found, ours)
         if writing:
-            _remove(generation.path)
+            remove(generation.path)
         return False
 
     def _check_journal(self, path: str) -> None:
@@ -170,7 +148,7 @@ class Store:
             return
         if choice == "error":
             raise _stale(path, header.fingerprint, ours)
-        _remove(path)
+        remove(path)
 
     def _remove_sealed_journal(self, path: str) -> None:
         """Remove a journal whose items were sealed by copying them, when the process ended before it did that itself."""
@@ -178,7 +156,7 @@ class Store:
         if header is not None and any(
             (found := read_header(p)) and found.nonce == header.nonce for p in self._paths(True)
         ):
-            _remove(path)
+            remove(path)
 
     def refresh(self) -> bool:
         """Look whether other writers have sealed something; whether they have."""
@@ -205,7 +183,7 @@ class Store:
     # -- what is there -------------------------------------------------------------------------------------------
 
     @property
-    def _written(self) -> dict[str, Entry]:
+    def _written(self) -> Mapping[str, Entry]:
         return {} if self.journal is None else self.journal.entries
 
     def __contains__(self, uid: object) -> bool:
@@ -356,9 +334,9 @@ class Store:
         assert self.journal is not None, "only called in writer mode"
         journal = self.journal
         self._adopt_all()
-        sealed = self._publish(journal) if journal.entries else None
+        sealed = publish(self.settings, journal) if journal.entries else None
         if sealed is None:
-            _remove(journal.path)
+            remove(journal.path)
         self.journal = None
         journal.close()
         self._lock, lock = None, self._lock
@@ -367,40 +345,6 @@ class Store:
         if self.generations:
             self._load(writing=False)
         return sealed
-
-    def _publish(self, journal: Journal) -> str:
-        """Give a journal's items a name that readers look for. On failure the journal is as it was."""
-        end = journal.end
-        try:
-            path, catalog = self._sealed(journal)
-            with self._lock_cache(), writing(path, "published"):
-                published = _rename_to_next(path, self.generations)
-                sync_directory(published)
-        except BaseException:
-            journal.rewind(end)
-            raise
-        if path != journal.path:
-            _remove(journal.path)
-        _keep_index(catalog, published)
-        return published
-
-    def _sealed(self, journal: Journal) -> tuple[str, Catalog]:
-        """Make an HDF5 file of a journal, in place if that is possible: its path, and what HDF5 finds in it."""
-        if self.settings.compression is None:
-            end = journal.end
-            with contextlib.suppress(UnexpectedLayoutError):
-                seal(journal)
-                return journal.path, _inspected(journal.path, journal.entries)
-            journal.rewind(end)
-        path = f"{journal.path}.copy"
-        seal_copy(
-            path,
-            journal.header,
-            journal.entries,
-            lambda uid: read_item(journal.fd, journal.entries[uid], uid, journal.path),
-            self.settings.compression,
-        )
-        return path, _inspected(path, {})
 
     # -- merging -------------------------------------------------------------------------------------------------
 
@@ -413,38 +357,11 @@ class Store:
             WriteError: the disk is full; nothing is changed.
         """
         refuse_fork(self._pid, "cache")
-        with self._lock_writer(COMPACTING):
-            self._load(writing=self.journal is not None)
-            old = self.view.generations
-            if len(old) < 2 and not _has_holes(self.view):
-                return
-            merged, catalog = self._merge()
-            with self._lock_cache(), writing(merged, "published"):
-                os.replace(merged, self.generations.path)
-                sync_directory(merged)
-                for generation in old:  # the oldest first: what is left always ends with the newest
-                    if generation.path != self.generations.path:
-                        _remove(generation.path)
-            _remove(self._journal_path(COMPACTING))
-            _keep_index(catalog, self.generations.path)
-        self._load(writing=self.journal is not None)
-
-    def _merge(self) -> tuple[str, Catalog]:
-        """Write all items into one sealed file; its path, and what HDF5 finds in it."""
-        view, path = self.view, self._journal_path(COMPACTING)
-        for left in (path, f"{path}.copy"):
-            _remove(left)
-        newest = view.generations[-1].fingerprint or self.settings.fingerprint
-        with contextlib.closing(Journal(path, newest)) as journal:
-            for uid, row in view.rows.items():
-                array = view.read(row, uid)
-                if not intact(array, view.checksum(row)):
-                    raise DamagedFileError(
-                        f"item {uid!r} in {view.path(row)} is damaged; replace it (in writer mode, with put()) and seal, "
-                        f"then compact"
-                    )
-                journal.append(uid, array, view.digest(row))
-            return self._sealed(journal)
+        writing = self.journal is not None
+        with lock_writer(self.settings, COMPACTING):
+            self._load(writing=writing)
+            merge(self.settings, self.view)
+        self._load(writing=writing)
 
     # -- other writers -------------------------------------------------------------------------------------------
 
@@ -453,9 +370,9 @@ class Store:
         for path in self.generations.journals():
             writer = path[len(self.generations.path) + 1 : -len(".journal")]
             header = read_header(path)
-            here = Lock.host(self._lock_path(writer)) == socket.gethostname()
+            here = Lock.host(lock_path(self.settings, writer)) == socket.gethostname()
             if writer != self.settings.writer and here and header and header.fingerprint == self.settings.fingerprint:
-                with contextlib.suppress(LockedFileError), self._lock_writer(writer):
+                with contextlib.suppress(LockedFileError), lock_writer(self.settings, writer):
                     self._adopt(path)
 
     def _adopt(self, path: str) -> None:
@@ -464,35 +381,9 @@ class Store:
             with contextlib.closing(Journal(path, self.settings.fingerprint)) as journal:
                 log.warning("sealing what an ended writer left: %s", journal.recovery)
                 if journal.entries:
-                    self._publish(journal)
+                    publish(self.settings, journal)
                 else:
-                    _remove(path)
-
-    # -- names and locks -----------------------------------------------------------------------------------------
-
-    def _journal_path(self, writer: str) -> str:
-        return self.generations.beside(f"{writer}.journal")
-
-    def _lock_path(self, writer: str) -> str:
-        return self.generations.beside(f"{writer}.lock")
-
-    def _lock_writer(self, writer: str) -> Lock:
-        return Lock(
-            self._lock_path(writer),
-            f"writer {writer!r} of the cache {self.generations.path}",
-            advice="give every process that writes a writer id of its own (writer='rank1'), or wait until it has ended",
-            locking=self.settings.locking,
-        )
-
-    def _lock_cache(self) -> Lock:
-        """Held for moments: while files appear under names that readers look for, or disappear."""
-        return Lock(
-            self.generations.beside("lock"),
-            f"the cache {self.generations.path}",
-            advice="it publishes or removes files there; try again",
-            patience=10 * PATIENCE,
-            locking=self.settings.locking,
-        )
+                    remove(path)
 
 
 def _stale(path: str, found: Fingerprint | None, ours: Fingerprint) -> StaleCacheError:
@@ -501,49 +392,6 @@ def _stale(path: str, found: Fingerprint | None, ours: Fingerprint) -> StaleCach
         f"{path} was {was}; it is opened with {ours}. Choose: state what it was made with; on_stale='discard' to delete it "
         f"(in writer mode) and compute its items again; on_stale='ignore' to use it as it is; or another place for the cache"
     )
-
-
-def _rename_to_next(path: str, generations: Generations) -> str:
-    """Give a sealed file the name of the next generation."""
-    while True:
-        target = generations.numbered(max(generations.numbers(), default=0) + 1)
-        with contextlib.suppress(FileExistsError):
-            rename_exclusive(path, target)
-            return target
-
-
-def _remove(path: str) -> None:
-    """Remove a file of a cache, and its index, if they are there."""
-    for each in (path, beside(path)):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(each)
-
-
-def _inspected(path: str, entries: Mapping[str, Entry]) -> Catalog:
-    """What HDF5 finds in a file that was just sealed.
-
-    Raises:
-        UnexpectedLayoutError: something else than was put there.
-    """
-    catalog = scan(Container(path, "{utt}"))
-    found = dict(zip(catalog.ids, catalog.offset.tolist(), strict=True))
-    skipped = {s.utt for s in catalog.skipped}
-    for uid, entry in entries.items():
-        if found.get(uid) != entry.offset and entry.nbytes and uid not in skipped:
-            raise UnexpectedLayoutError(f"HDF5 does not find item {uid!r} where it is")
-    return catalog
-
-
-def _keep_index(catalog: Catalog, path: str) -> None:
-    """Put the catalog of a sealed file beside it, so that a feed need not scan it."""
-    with contextlib.suppress(StorageError, OSError):
-        save_index(replace(catalog, files=(stamp(path),)), beside(path))
-
-
-def _has_holes(view: View) -> bool:
-    """Whether a noticeable part of a file is taken by items that were replaced."""
-    size = sum(g.stamp.size for g in view.generations)
-    return (size - view.nbytes) * 20 > size
 
 
 def _each_its_own(uids: Sequence[str], arrays: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:

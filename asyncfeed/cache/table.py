@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from asyncfeed.cache.records import Entry, dtype_of, dtype_text
 from asyncfeed.cache.values import DIGEST_NBYTES
 from asyncfeed.planning.strings import Strings
 
-__all__ = ["Form", "Table"]
+__all__ = ["Entries", "Form", "Table"]
 
 Form = tuple[np.dtype[Any], tuple[int, ...]]
 """dtype and shape."""
@@ -41,21 +42,6 @@ class Table:
 
     def __len__(self) -> int:
         return self.offset.size
-
-    @classmethod
-    def of(cls, entries: Mapping[str, Entry]) -> Table:
-        number: dict[Form, int] = {}
-        form = [number.setdefault((e.dtype, e.shape), len(number)) for e in entries.values()]
-        digests = b"".join(e.digest or NO_DIGEST for e in entries.values())
-        return cls(
-            Strings.of(entries),
-            np.array([e.offset for e in entries.values()], np.int64),
-            np.array([e.nbytes for e in entries.values()], np.int64),
-            np.array(form, np.int32),
-            list(number),
-            np.array([e.checksum for e in entries.values()], np.int64),
-            np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES),
-        )
 
     def digest_of(self, row: int) -> bytes:
         """The digest of the arguments of an item; empty if there is none."""
@@ -102,3 +88,65 @@ class Table:
                 arrays["checksum"],
                 arrays["digest"],
             )
+
+
+class Entries(Mapping[str, Entry]):
+    """The items of a journal, as columns that grow: an object per item would be work for every garbage collection.
+
+    One thread may add while others read.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        self._offset, self._nbytes, self._checksum = array("q"), array("q"), array("q")
+        self._form = array("i")
+        self._number: dict[Form, int] = {}
+        self._forms: list[Form] = []
+        self._digest = bytearray()
+
+    def __setitem__(self, uid: str, entry: Entry) -> None:
+        form = (entry.dtype, entry.shape)
+        number = self._number.get(form)
+        if number is None:
+            number = self._number[form] = len(self._forms)
+            self._forms.append(form)
+        row = len(self._offset)
+        self._form.append(number)
+        self._nbytes.append(entry.nbytes)
+        self._checksum.append(entry.checksum)
+        self._digest += entry.digest or NO_DIGEST
+        self._offset.append(entry.offset)
+        self._rows[uid] = row  # last: who finds it finds all of it
+
+    def __getitem__(self, uid: str) -> Entry:
+        row = self._rows[uid]
+        digest = bytes(self._digest[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES])
+        return Entry(
+            self._offset[row],
+            self._nbytes[row],
+            *self._forms[self._form[row]],
+            self._checksum[row],
+            b"" if digest == NO_DIGEST else digest,
+        )
+
+    def __contains__(self, uid: object) -> bool:
+        return uid in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def to_table(self) -> Table:
+        """The current entry of every id. For when nothing is being added."""
+        rows = np.fromiter(self._rows.values(), np.int64, len(self._rows))
+        return Table(
+            Strings.of(self._rows),
+            np.array(self._offset, np.int64)[rows],
+            np.array(self._nbytes, np.int64)[rows],
+            np.array(self._form, np.int32)[rows],
+            list(self._forms),
+            np.array(self._checksum, np.int64)[rows],
+            np.frombuffer(bytes(self._digest), np.uint8).reshape(-1, DIGEST_NBYTES)[rows],
+        )

@@ -1,0 +1,100 @@
+"""Decide whether an item has to be computed, and do it once for all who ask."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import numpy as np
+from anyio import to_thread
+from numpy.typing import NDArray
+
+from asyncfeed.cache.modes import Mode
+from asyncfeed.cache.session import Session
+from asyncfeed.cache.store import Store
+from asyncfeed.cache.values import digest_of, to_array
+from asyncfeed.errors import CacheMissError, StaleCacheError
+
+__all__ = ["Computing", "Function"]
+
+Function = Callable[..., Any]
+
+
+class Computing:
+    """The function of a cache, at work. For use within a call.
+
+    Args:
+        session: of the cache.
+        func: the function; None if there is none.
+        check_inputs: whether items belong to the arguments that they were computed from.
+    """
+
+    def __init__(self, session: Session, func: Function | None, check_inputs: bool) -> None:
+        self._session, self.func, self.check_inputs = session, func, check_inputs
+
+    async def digest(self, args: tuple[Any, ...]) -> bytes:
+        """Of arguments; empty if they are not looked at."""
+        return await self._session.run(lambda: digest_of(args)) if self.check_inputs else b""
+
+    async def is_there(self, store: Store, uid: str, digest: bytes) -> bool:
+        """Whether an item is there and comes from these arguments; false only where it may be computed.
+
+        Raises:
+            CacheMissError: it is not there, and this is a reader.
+            StaleCacheError: it comes from other arguments, and this is a reader.
+        """
+        reading = self._session.mode is Mode.READER
+        if uid not in store and reading:
+            await self._session.run(store.refresh)
+        there = uid in store
+        if there and (not digest or store.digest(uid) in (b"", digest)):
+            return True
+        if reading and not there:
+            raise store.missing_error([uid])
+        if reading:
+            raise StaleCacheError(
+                f"item {uid!r} in {self._session.settings.generations.path} was computed from other arguments; compute it "
+                f"again in writer mode, or pass check_inputs=False to take what is there"
+            )
+        return False
+
+    async def compute(
+        self, store: Store, uid: str, args: tuple[Any, ...], digest: bytes, limiter: anyio.CapacityLimiter
+    ) -> NDArray[Any]:
+        """What the function gives, kept; called once for all who ask for it at the same time."""
+        store.check_id(uid)
+        func = self.function(uid)
+
+        async def fly() -> NDArray[Any]:
+            async with limiter:
+                value = await _result_of(func, uid, *args)
+            array = (await self.to_array(value)).copy()  # the function may use its memory again
+            await self._session.write(lambda: store.append(uid, array, digest))
+            return array
+
+        return await self._session.flights.share((uid, digest), fly)
+
+    def function(self, uid: str) -> Function:
+        """The function. Raises `CacheMissError` if there is none to compute ``uid`` with."""
+        if self.func is None:
+            raise CacheMissError(
+                f"item {uid!r} is not in the cache {self._session.settings.generations.path}, and there is nothing to "
+                f"compute it with: pass func= to CachedItem, or put() the item"
+            )
+        return self.func
+
+    async def to_array(self, value: object) -> NDArray[Any]:
+        """An array at once; what may have to come from another device, in a thread."""
+        return to_array(value) if isinstance(value, np.ndarray) else await self._session.run(lambda: to_array(value))
+
+
+async def _result_of(func: Function, *args: Any) -> Any:
+    """Await an asynchronous function; call a plain one in a thread, and await what it gives if that is awaitable."""
+    if inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None)):  # noqa: B004
+        return await func(*args)
+    # A limiter of its own: how many run at a time is decided above, and the threads of the event loop may all be taken.
+    result = await to_thread.run_sync(functools.partial(func, *args), limiter=anyio.CapacityLimiter(1))
+    return await result if inspect.isawaitable(result) else result

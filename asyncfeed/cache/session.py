@@ -1,0 +1,178 @@
+"""A cache and the event loop: modes, calls in flight, threads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import anyio
+from anyio import to_thread
+from anyio.lowlevel import checkpoint
+from numpy.typing import NDArray
+
+from asyncfeed.cache.flight import Flights
+from asyncfeed.cache.gate import Gate
+from asyncfeed.cache.modes import Mode, check_call, check_step
+from asyncfeed.cache.publish import Settings
+from asyncfeed.cache.store import Store
+from asyncfeed.cache.worker import Worker
+from asyncfeed.process import call_in_child
+
+__all__ = ["Session"]
+
+LONGEST_TURN = 0.005
+"""Seconds after which calls that need not wait let other tasks run all the same."""
+
+MAX_THREADS = 8
+"""Threads that read and write for one cache at the same time."""
+
+Result = TypeVar("Result")
+
+
+class Session:
+    """What a `CachedItem` is open as. For one event loop at a time.
+
+    Args:
+        settings: of the cache.
+        concurrency: functions that run at the same time.
+        mode: closed, or reader: then it opens when it is first used, as in a process that it came to by pickle.
+    """
+
+    def __init__(self, settings: Settings, concurrency: int, mode: Mode = Mode.CLOSED) -> None:
+        self.settings, self.mode = settings, mode
+        self._concurrency = concurrency
+        self.store: Store | None = None
+        self._ready: Store | None = None
+        self._turn = 0.0
+        self._begin()
+        call_in_child(self)
+
+    def _begin(self) -> None:
+        """What belongs to an event loop is made anew when the cache is opened."""
+        self._gate = Gate()
+        self.flights = Flights(self._gate.enter, self._gate.leave)
+        self._limiter: anyio.CapacityLimiter | None = None
+        self._functions: anyio.CapacityLimiter | None = None
+        self._writer = Worker("asyncfeed-writer")
+
+    def forked(self) -> None:
+        """In a forked child: whatever was in flight is the parent's."""
+        self._begin()
+        self._ready = self.store
+
+    # -- modes ---------------------------------------------------------------------------------------------------
+
+    async def enter(self, mode: Mode) -> None:
+        """Open it."""
+        check_step(self.mode, mode)
+        self._begin()
+        async with self._switch(mode):
+            self.store = await self.run(functools.partial(self._open, mode))
+
+    async def leave(self) -> None:
+        """Wait for what is in flight, then close. What was written and not sealed stays in the journal. Idempotent."""
+        if self.mode is not Mode.CLOSED:
+            async with self._switch(Mode.CLOSED):
+                store, self.store = self.store, None
+                if store is not None:
+                    await self.run(store.close)
+                await self.run(self._writer.close)
+
+    async def to_reader(self) -> None:
+        """Wait for what is in flight, then seal."""
+        async with self._switch(Mode.READER):
+            await self.run(self.opened_store.seal)
+
+    async def to_writer(self) -> None:
+        """Wait for what is in flight, then open a journal; the reader stays open until that has succeeded."""
+        async with self._switch(Mode.WRITER):
+            reader, self.store = self.store, await self.run(functools.partial(self._open, Mode.WRITER))
+            if reader is not None:
+                await self.run(reader.close)
+
+    def _open(self, mode: Mode) -> Store:
+        return Store(self.settings, writing=mode is Mode.WRITER)
+
+    @contextlib.asynccontextmanager
+    async def _switch(self, wanted: Mode) -> AsyncIterator[None]:
+        """Go to another mode if the block ends well; stay in this one if not."""
+        check_step(self.mode, wanted)
+        async with self._gate.switch():
+            check_step(self.mode, wanted)  # another switch may have come first
+            self._ready = None
+            try:
+                yield
+                self.mode = wanted
+            finally:
+                self._ready = self.store
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def calling(self, call: str) -> AsyncIterator[Store]:
+        """Be in flight; waits while the mode is being switched.
+
+        Raises:
+            ModeError: the mode does not allow this call.
+        """
+        async with self._gate.call():
+            if self.store is None and self.mode is Mode.READER:
+                await self.run(lambda: self.opened(call))
+            yield self.opened(call)
+
+    async def call(self, call: str, function: Callable[..., Result], *args: Any) -> Result:
+        """Call ``function(store, *args)`` in a thread."""
+        async with self.calling(call) as store:
+            return await self.run(functools.partial(function, store, *args))
+
+    def opened(self, call: str) -> Store:
+        """The store, for a call that does not wait."""
+        check_call(call, self.mode)
+        if self.store is None:
+            self.store = self._ready = self._open(self.mode)
+        return self.store
+
+    @property
+    def opened_store(self) -> Store:
+        """The store, within a call."""
+        assert self.store is not None, "it is open within a call, and before a step from an open mode"
+        return self.store
+
+    def cached(self, uid: str) -> NDArray[Any] | None:
+        """An item that need not be waited for; None if it must, or is not there."""
+        return None if self._ready is None else self._ready.read_cached(uid)
+
+    # -- threads -------------------------------------------------------------------------------------------------
+
+    @property
+    def functions(self) -> anyio.CapacityLimiter:
+        """Limits how many functions run at the same time."""
+        if self._functions is None:
+            self._functions = anyio.CapacityLimiter(self._concurrency)
+        return self._functions
+
+    async def run(self, function: Callable[[], Result]) -> Result:
+        """Call a function in a thread. Those of the event loop may all be taken, so these are counted apart."""
+        if self._limiter is None:
+            self._limiter = anyio.CapacityLimiter(MAX_THREADS)
+        return await to_thread.run_sync(function, limiter=self._limiter)
+
+    async def write(self, function: Callable[[], Result]) -> Result:
+        """Call a function in the thread that writes.
+
+        With ``durability="fsync"`` in one of several, which wait for the disk together.
+        """
+        if self.settings.durability == "fsync":
+            return await self.run(function)
+        result = await self._writer.do(function)
+        await self.breathe()
+        return result
+
+    async def breathe(self) -> None:
+        """Let other tasks run, if this one has for a while."""
+        if time.perf_counter() > self._turn:
+            await checkpoint()
+            self._turn = time.perf_counter() + LONGEST_TURN
