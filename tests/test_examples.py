@@ -66,8 +66,18 @@ def test_the_training_loop_reaches_a_falling_loss(folder):
     assert list(folder.iterdir()) == []
 
 
+def test_the_recipe_extracts_once_and_trains_from_the_cache(folder):
+    printed = run(EXAMPLES / "extract_and_train.py", folder)
+
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)", printed, re.MULTILINE)]
+    assert printed.startswith("features: 40 computed, 0 there already, 0 failed")
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+    assert list(folder.iterdir()) == []
+
+
 def test_every_example_is_run_here():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"quickstart.py", "train_async.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"quickstart.py", "train_async.py", "extract_and_train.py"}
 
 
 def test_the_example_of_the_readme_runs_as_it_is_printed(folder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import aclosing, closing
 from pathlib import Path
-from typing import assert_type
+from typing import Any, assert_type
 
 import h5py
 import numpy as np
@@ -15,17 +15,22 @@ from asyncfeed import (
     Batch,
     Budget,
     BudgetError,
+    CachedItem,
+    CacheMissError,
     Feed,
     LoadedPartition,
     MemoryBudget,
     Partition,
     Plan,
+    PopulateReport,
+    Recovery,
     Skipped,
     Source,
     Statistics,
     StorageError,
     UnreadableDatasetError,
     UsageError,
+    Verification,
     Window,
 )
 
@@ -163,3 +168,41 @@ def mistakes(feed: Feed) -> None:
     Feed("feats.h5", "2g")  # type: ignore[call-arg]
     Feed("feats.h5", unreadable="ignore")  # type: ignore[arg-type]
     MemoryBudget("2g", 2)  # type: ignore[call-arg]
+
+
+def features(uid: str, signal: NDArray[np.float32]) -> NDArray[np.float32]:
+    return signal * 2
+
+
+async def cache(rows: list[tuple[str, NDArray[np.float32]]]) -> None:
+    item = CachedItem("exp/feats", features, takes=("id", "signal"), provides=("feats",), version="v1", mode="w")
+    async with item:
+        assert_type(item.recovered, Recovery | None)
+        assert_type(await item.compute("utt-1", rows[0][1]), NDArray[Any])
+        assert_type(await item.populate(rows, concurrency=2, on_error="skip"), PopulateReport)
+        await item.put("utt-2", [1.0, 2.0])
+        await item.to_reader()
+        try:
+            (await item.get("utt-3")).mean()
+        except CacheMissError:
+            assert_type(await item.missing(["utt-3"]), list[str])
+        assert_type(await item.get_many(item.keys()), list[NDArray[Any]])
+        assert_type(await item.verify(), Verification)
+        async for uid, value in item:
+            assert_type(uid, str)
+            value.mean()
+        async with Feed(item) as feed:
+            async for utt, index, frame in feed:
+                frame.sum(), utt, index
+        await item.compact()
+        "utt-1" in item, len(item), item["utt-1"].sum()
+
+
+@CachedItem.cache("exp/decorated", version=2)
+def decorated(uid: str, signal: NDArray[np.float32]) -> NDArray[np.float32]:
+    return signal
+
+
+async def call(signal: NDArray[np.float32]) -> None:
+    async with decorated:
+        assert_type(await decorated("utt-1", signal), NDArray[Any])
