@@ -6,9 +6,9 @@ import contextlib
 import mmap
 import os
 import threading
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from asyncfeed.cache import records
 from asyncfeed.cache.fingerprint import Fingerprint
-from asyncfeed.cache.records import DATA_START, HEADER_START, Entry, Header, Kind
+from asyncfeed.cache.records import DATA_START, HEADER_START, Entry, Header, Kind, checksum_of
 from asyncfeed.cache.table import Entries
 from asyncfeed.errors import AsyncFeedError, DamagedFileError, WriteError
 from asyncfeed.storage.libc import start_writeback
 from asyncfeed.units import MIB, format_nbytes
 
-__all__ = ["Durability", "Journal", "Recovery", "disk_errors", "read_header", "sync_directory", "write_all"]
+__all__ = ["DiskErrors", "Durability", "Journal", "Recovery", "read_header", "sync_directory", "write_all"]
 
 Durability = Literal["process", "fsync"]
 
@@ -78,7 +78,7 @@ class Journal:
         self.entries = Entries()
         self._durability = durability
         self._appending, self._syncing = threading.Lock(), threading.Lock()
-        with disk_errors(path, "opened for writing"):
+        with DiskErrors(path, "opened for writing"):
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if os.fstat(self.fd).st_size < DATA_START:
@@ -94,7 +94,7 @@ class Journal:
         """Write the header; whatever is there is shorter than one, from a session that ended at once."""
         self.header = Header(os.urandom(16), fingerprint)
         text = self.header.encode()
-        with disk_errors(self.path, "begun"):
+        with DiskErrors(self.path, "begun"):
             os.ftruncate(self.fd, 0)
             os.pwrite(self.fd, text, HEADER_START)
             os.ftruncate(self.fd, DATA_START)  # last: who finds this size finds a header
@@ -114,7 +114,7 @@ class Journal:
             end, damaged, sealing = self._find_entries(content)
             size = len(content)
         if end != size:
-            with disk_errors(self.path, "cut to its intact part"):
+            with DiskErrors(self.path, "cut to its intact part"):
                 os.ftruncate(self.fd, end)
         self._end = end
         # A table comes last, when sealing has begun: all that was to be kept lies before it.
@@ -147,7 +147,7 @@ class Journal:
         Raises:
             WriteError: the disk is full, or failed; the journal is as it was before.
         """
-        checksum = zlib.crc32(records.raw(array))
+        checksum = checksum_of(records.raw(array))
         with self._appending:
             entry = self._write(Kind.ITEM, uid, array, digest, checksum)
             end = self._end
@@ -159,15 +159,13 @@ class Journal:
     def append_table(self, archive: NDArray[np.uint8]) -> Entry:
         """Write what comes last: the table of a file that is being sealed."""
         with self._appending:
-            return self._write(Kind.TABLE, "", archive, b"", zlib.crc32(archive.data))
+            return self._write(Kind.TABLE, "", archive, b"", checksum_of(archive.data))
 
     def _write(self, kind: Kind, uid: str, array: NDArray[Any], digest: bytes, checksum: int) -> Entry:
         start = self._end
         pieces = records.encode(self.header.nonce, kind, uid, array, digest, checksum)
-        nbytes = sum(map(len, pieces))
-        with disk_errors(self.path, f"written to (item {uid!r})", lambda: os.ftruncate(self.fd, start)):
-            write_all(self.fd, list(pieces), start)
-        self._end = start + nbytes
+        with DiskErrors(self.path, f"written to (item {uid!r})", lambda: os.ftruncate(self.fd, start)):
+            self._end = start + write_all(self.fd, pieces, start)
         if self._end - self._written_back >= WRITEBACK_NBYTES:
             start_writeback(self.fd, self._written_back, self._end - self._written_back)
             self._written_back = self._end
@@ -179,7 +177,7 @@ class Journal:
             if self._synced >= end:
                 return
             reached = self._end
-            with disk_errors(self.path, "brought to disk"):
+            with DiskErrors(self.path, "brought to disk"):
                 os.fdatasync(self.fd)
             self._synced = reached
 
@@ -203,19 +201,21 @@ class Journal:
 
 def _checksum_of(content: mmap.mmap, entry: Entry) -> int:
     with memoryview(content) as view, view[entry.offset : entry.offset + entry.nbytes] as data:
-        return zlib.crc32(data)
+        return checksum_of(data)
 
 
-def write_all(fd: int, pieces: list[Any], position: int) -> None:
-    """Write pieces one after the other, in one call if the kernel takes all of it."""
-    views = [memoryview(piece) for piece in pieces if len(piece)]
-    while views:
-        done = os.pwritev(fd, views, position)
-        position += done
-        while views and done >= len(views[0]):
-            done -= len(views.pop(0))
-        if done:
-            views[0] = views[0][done:]
+def write_all(fd: int, pieces: Sequence[Any], position: int) -> int:
+    """Write pieces one after the other, in one call if the kernel takes all of it; the bytes they have together."""
+    nbytes = sum(map(len, pieces))
+    done = os.pwritev(fd, pieces, position)
+    while done < nbytes:
+        views = [memoryview(piece) for piece in pieces]
+        skip = done
+        while skip >= len(views[0]):
+            skip -= len(views.pop(0))
+        views[0] = views[0][skip:]
+        done += os.pwritev(fd, views, position + done)
+    return nbytes
 
 
 def sync_directory(path: str) -> None:
@@ -228,21 +228,25 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
-@contextlib.contextmanager
-def disk_errors(path: str, doing: str, undo: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Make the errors of the operating system ours; ``undo`` restores what was there."""
-    try:
-        yield
-    except AsyncFeedError:
-        raise
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            undo()
-        raise WriteError(
-            f"{path} could not be {doing}: {error.strerror}; everything that was acknowledged is kept. Make room, or "
-            f"give the cache another place"
-        ) from error
-    except BaseException:  # Ctrl-C between two calls
-        with contextlib.suppress(OSError):
-            undo()
-        raise
+class DiskErrors:
+    """A context that makes the errors of the operating system ours; ``undo`` restores what was there."""
+
+    __slots__ = ("_doing", "_path", "_undo")
+
+    def __init__(self, path: str, doing: str, undo: Callable[[], object] | None = None) -> None:
+        self._path, self._doing, self._undo = path, doing, undo
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None:
+            return
+        if self._undo is not None:  # also after Ctrl-C between two calls
+            with contextlib.suppress(OSError):
+                self._undo()
+        if isinstance(error, OSError) and not isinstance(error, AsyncFeedError):
+            raise WriteError(
+                f"{self._path} could not be {self._doing}: {error.strerror or error}; everything that was acknowledged is "
+                f"kept. Make room, or give the cache another place"
+            ) from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from asyncfeed.cache.fingerprint import Fingerprint
-from asyncfeed.cache.journal import Durability, Journal, disk_errors, sync_directory
+from asyncfeed.cache.journal import DiskErrors, Durability, Journal, sync_directory
 from asyncfeed.cache.lock import PATIENCE, Lock
 from asyncfeed.cache.records import Entry
 from asyncfeed.cache.seal import Compression, UnexpectedLayoutError, seal, seal_copy
@@ -97,7 +97,7 @@ def publish(settings: Settings, journal: Journal) -> str:
     end = journal.end
     try:
         path, catalog = _sealed(settings, journal)
-        with lock_cache(settings), disk_errors(path, "published"):
+        with lock_cache(settings), DiskErrors(path, "published"):
             published = _rename_to_next(path, settings.generations)
             sync_directory(published)
     except BaseException:
@@ -144,7 +144,7 @@ def merge(settings: Settings, view: View) -> None:
     for left in (path, f"{path}.copy"):
         remove(left)
     merged, catalog = _merged(settings, view, path)
-    with lock_cache(settings), disk_errors(merged, "published"):
+    with lock_cache(settings), DiskErrors(merged, "published"):
         os.replace(merged, settings.generations.path)
         sync_directory(merged)
         for generation in view.generations:  # the oldest first: what is left always ends with the newest

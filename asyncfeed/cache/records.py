@@ -6,10 +6,11 @@
 The first 8 KiB stay empty until the journal is sealed: they are where HDF5 wants the beginning of a file. Everything
 begins at a multiple of 64 bytes; copies to other places are slower on many processors. A record is
 
-    head (32 bytes) | id | description (JSON) | padding | data | padding
+    head (36 bytes) | id | description (JSON) | padding | data | padding
 
 The checksum of the head (CRC-32, as in zlib) covers id and description and begins with the nonce of the journal, so that
-an old record, or one that is somebody's data, is none. The data have a checksum of their own.
+an old record, or one that is somebody's data, is none. The data have a checksum of their own (63 bits of XXH3, which takes
+a tenth of the time that writing them does, where CRC-32 takes as long again).
 """
 
 from __future__ import annotations
@@ -24,11 +25,24 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from asyncfeed.cache.fingerprint import Fingerprint
 
-__all__ = ["DATA_START", "HEADER_START", "Entry", "Header", "Kind", "Pointer", "Record", "encode", "padding", "raw"]
+__all__ = [
+    "DATA_START",
+    "HEADER_START",
+    "Entry",
+    "Header",
+    "Kind",
+    "Pointer",
+    "Record",
+    "checksum_of",
+    "encode",
+    "padding",
+    "raw",
+]
 
 HEADER_START = 8192
 POINTER_START = 12_224
@@ -38,7 +52,7 @@ ALIGNMENT = 64
 MAGIC = b"asyncfeed cache\n"
 _HEADER = struct.Struct("<16s16sII")  # magic, nonce, length and checksum of the fingerprint
 _POINTER = struct.Struct("<QQQI")  # table: offset, bytes; size of the file; checksum
-_HEAD = struct.Struct("<4sBxxxIIQII")  # magic, kind, bytes of id, of description, of data; checksums of data, of head
+_HEAD = struct.Struct("<4sBxxxIIQQI")  # magic, kind, bytes of id, of description, of data; checksums of data, of head
 _HEAD_MAGIC = b"rec\x8f"
 
 
@@ -117,6 +131,11 @@ class Record(NamedTuple):
     entry: Entry
     stop: int
     """Where the next one begins."""
+
+
+def checksum_of(data: memoryview) -> int:
+    """Of the bytes of an item; never negative."""
+    return xxhash.xxh3_64_intdigest(data) & 0x7FFF_FFFF_FFFF_FFFF
 
 
 def padding(nbytes: int) -> bytes:

@@ -22,7 +22,7 @@ from h5py import h5d, h5o, h5p, h5s, h5t
 from numpy.typing import NDArray
 
 from asyncfeed.cache.fingerprint import Fingerprint
-from asyncfeed.cache.journal import Journal, disk_errors, write_all
+from asyncfeed.cache.journal import DiskErrors, Journal, write_all
 from asyncfeed.cache.records import DATA_START, HEADER_START, POINTER_START, Entry, Header, Pointer
 from asyncfeed.cache.table import Entries
 from asyncfeed.cache.values import type_id
@@ -59,7 +59,7 @@ def seal(journal: Journal) -> None:
         table = journal.append_table(journal.entries.to_table().to_archive())
         head, tail = _metadata(scratch, journal.entries, journal.end, journal.header.fingerprint)
         pointer = Pointer(table.offset, table.nbytes, journal.end + len(tail))
-        with disk_errors(journal.path, "sealed"):
+        with DiskErrors(journal.path, "sealed"):
             write_all(journal.fd, [tail], journal.end)
             os.pwrite(journal.fd, pointer.encode(), POINTER_START)
             os.pwrite(journal.fd, head, 0)
@@ -74,7 +74,7 @@ def seal(journal: Journal) -> None:
 
 def _metadata(path: str, entries: Mapping[str, Entry], end: int, fingerprint: Fingerprint) -> tuple[bytes, bytes]:
     """What HDF5 writes for these datasets: before `HEADER_START`, and from ``end`` on."""
-    with disk_errors(path, "made"), _file_around(path, end, fingerprint) as file:
+    with DiskErrors(path, "made"), _file_around(path, end, fingerprint) as file:
         addresses = _create_datasets(file, entries)
     with open(path, "rb") as scratch:
         head = bytearray(scratch.read(HEADER_START))
@@ -164,7 +164,7 @@ def seal_copy(
     table.offset.fill(-1)
     archive = table.to_archive()
     try:
-        with disk_errors(path, "made"):
+        with DiskErrors(path, "made"):
             with _file_around(path, DATA_START + archive.size, header.fingerprint) as file:
                 for row, uid in enumerate(entries):
                     offset = _create_filled(file, uid, read(uid), compression).get_offset()

@@ -14,7 +14,7 @@ from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 
 from asyncfeed.cache.flight import Flights
-from asyncfeed.cache.gate import Gate
+from asyncfeed.cache.gate import Call, Gate
 from asyncfeed.cache.modes import Mode, check_call, check_step
 from asyncfeed.cache.publish import Settings
 from asyncfeed.cache.store import Store
@@ -111,17 +111,13 @@ class Session:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
-    async def calling(self, call: str) -> AsyncIterator[Store]:
-        """Be in flight; waits while the mode is being switched.
+    def calling(self, call: str) -> _Calling:
+        """An asynchronous context: be in flight, with the store; waits while the mode is being switched.
 
         Raises:
             ModeError: the mode does not allow this call.
         """
-        async with self._gate.call():
-            if self.store is None and self.mode is Mode.READER:
-                await self.run(lambda: self.opened(call))
-            yield self.opened(call)
+        return _Calling(self, self._gate, call)
 
     async def call(self, call: str, function: Callable[..., Result], *args: Any) -> Result:
         """Call ``function(store, *args)`` in a thread."""
@@ -176,3 +172,23 @@ class Session:
         if time.perf_counter() > self._turn:
             await checkpoint()
             self._turn = time.perf_counter() + LONGEST_TURN
+
+
+class _Calling(Call):
+    """A call that is in flight, with the store that it wants."""
+
+    __slots__ = ("_call", "_session")
+
+    def __init__(self, session: Session, gate: Gate, call: str) -> None:
+        super().__init__(gate)
+        self._session, self._call = session, call
+
+    async def __aenter__(self) -> Store:  # type: ignore[override]
+        await super().__aenter__()
+        try:
+            if self._session.store is None and self._session.mode is Mode.READER:
+                await self._session.run(lambda: self._session.opened(self._call))
+            return self._session.opened(self._call)
+        except BaseException:
+            await super().__aexit__()
+            raise

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from asyncfeed.cache.fingerprint import Fingerprint
 from asyncfeed.cache.generation import Generation
 from asyncfeed.cache.ids import Groups, check_id
-from asyncfeed.cache.journal import Journal, Recovery, disk_errors, read_header
+from asyncfeed.cache.journal import DiskErrors, Journal, Recovery, read_header
 from asyncfeed.cache.lock import Lock
 from asyncfeed.cache.publish import Settings, journal_path, lock_cache, lock_path, lock_writer, merge, publish, remove
 from asyncfeed.cache.records import Entry
@@ -85,7 +85,7 @@ class Store:
 
     def _open_writer(self) -> None:
         settings = self.settings
-        with disk_errors(self.generations.directory, "made"):
+        with DiskErrors(self.generations.directory, "made"):
             os.makedirs(self.generations.directory, exist_ok=True)
         self._lock = lock_writer(settings, settings.writer)
         try:

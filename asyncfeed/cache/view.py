@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncfeed.cache.generation import Generation
-from asyncfeed.cache.records import ALIGNMENT, Entry, raw
+from asyncfeed.cache.records import ALIGNMENT, Entry, checksum_of, raw
 from asyncfeed.cache.table import Form
 from asyncfeed.cache.values import to_array
 from asyncfeed.errors import DamagedFileError
@@ -202,4 +201,4 @@ class Reader:
 
 def intact(array: NDArray[Any], checksum: int) -> bool:
     """Whether an array has the bytes that were written."""
-    return checksum < 0 or zlib.crc32(raw(np.ascontiguousarray(array))) == checksum
+    return checksum < 0 or checksum_of(raw(np.ascontiguousarray(array))) == checksum
