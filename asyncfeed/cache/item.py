@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence, Sized
 from types import TracebackType
 from typing import Any, Literal
@@ -22,7 +23,6 @@ from asyncfeed.cache.seal import Compression
 from asyncfeed.cache.session import Session
 from asyncfeed.cache.settings import checked_settings
 from asyncfeed.cache.store import Store, Verification
-from asyncfeed.engine.thread import run_stoppable
 from asyncfeed.errors import ArgumentError, ModeError
 from asyncfeed.storage.generations import DEFAULT_FILENAME, Generations
 from asyncfeed.units import MIB
@@ -322,8 +322,9 @@ class CachedItem:
 
     async def verify(self) -> Verification:
         """Read every item and compare its checksum with that of what was written."""
+        stop = threading.Event()
         async with self._session.calling("verify") as store:
-            return await run_stoppable(store.verify)
+            return await self._session.run(lambda: store.verify(stop), cancel=stop.set)
 
     async def compact(self) -> None:
         """Merge all generations into one file, and free the space of what was replaced.

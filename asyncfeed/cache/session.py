@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import anyio
-from anyio import to_thread
 from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 
@@ -18,6 +16,7 @@ from asyncfeed.cache.gate import Call, Gate
 from asyncfeed.cache.modes import Mode, check_call, check_step
 from asyncfeed.cache.publish import Settings
 from asyncfeed.cache.store import Store
+from asyncfeed.cache.threads import Threads
 from asyncfeed.cache.worker import Worker
 from asyncfeed.process import call_in_child
 
@@ -25,9 +24,6 @@ __all__ = ["Session"]
 
 LONGEST_TURN = 0.005
 """Seconds after which calls that need not wait let other tasks run all the same."""
-
-MAX_THREADS = 8
-"""Threads that read and write for one cache at the same time."""
 
 Result = TypeVar("Result")
 
@@ -54,9 +50,8 @@ class Session:
         """What belongs to an event loop is made anew when the cache is opened."""
         self._gate = Gate()
         self.flights = Flights(self._gate.enter, self._gate.leave)
-        self._limiter: anyio.CapacityLimiter | None = None
         self._functions: anyio.CapacityLimiter | None = None
-        self._writer = Worker("asyncfeed-writer")
+        self._writer, self._threads = Worker("asyncfeed-writer"), Threads()
 
     def forked(self) -> None:
         """In a forked child: whatever was in flight is the parent's."""
@@ -69,43 +64,68 @@ class Session:
         """Open it."""
         check_step(self.mode, mode)
         self._begin()
-        async with self._switch(mode):
-            self.store = await self.run(functools.partial(self._open, mode))
+
+        def open_store() -> None:
+            self.store = self._open(mode)
+
+        try:
+            await self._switch(mode, open_store)
+        except BaseException:  # cancelled, perhaps after it was opened
+            with anyio.CancelScope(shield=True):
+                await self.leave()
+            raise
 
     async def leave(self) -> None:
         """Wait for what is in flight, then close. What was written and not sealed stays in the journal. Idempotent."""
+
+        def close_store() -> None:
+            store, self.store = self.store, None
+            if store is not None:
+                store.close()
+
         if self.mode is not Mode.CLOSED:
-            async with self._switch(Mode.CLOSED):
-                store, self.store = self.store, None
-                if store is not None:
-                    await self.run(store.close)
-                await self.run(self._writer.close)
+            await self._switch(Mode.CLOSED, close_store)
+            self._writer.close()
+            self._threads.shut_down()
 
     async def to_reader(self) -> None:
         """Wait for what is in flight, then seal."""
-        async with self._switch(Mode.READER):
-            await self.run(self.opened_store.seal)
+
+        def seal() -> None:
+            self.opened_store.seal()
+
+        await self._switch(Mode.READER, seal)
 
     async def to_writer(self) -> None:
         """Wait for what is in flight, then open a journal; the reader stays open until that has succeeded."""
-        async with self._switch(Mode.WRITER):
-            reader, self.store = self.store, await self.run(functools.partial(self._open, Mode.WRITER))
+
+        def open_writer() -> None:
+            reader, self.store = self.store, self._open(Mode.WRITER)
             if reader is not None:
-                await self.run(reader.close)
+                reader.close()
+
+        await self._switch(Mode.WRITER, open_writer)
 
     def _open(self, mode: Mode) -> Store:
         return Store(self.settings, writing=mode is Mode.WRITER)
 
-    @contextlib.asynccontextmanager
-    async def _switch(self, wanted: Mode) -> AsyncIterator[None]:
-        """Go to another mode if the block ends well; stay in this one if not."""
+    async def _switch(self, wanted: Mode, step: Callable[[], object]) -> None:
+        """Go to another mode if ``step()``, called in a thread, ends well; stay in this one if not.
+
+        A task that is cancelled meanwhile leaves behind one or the other, and nothing between.
+        """
+
+        def take_step() -> None:
+            step()
+            self.mode = wanted
+
         check_step(self.mode, wanted)
         async with self._gate.switch():
             check_step(self.mode, wanted)  # another switch may have come first
             self._ready = None
             try:
-                yield
-                self.mode = wanted
+                await self._writer.settle()  # what cancelled tasks have left to be written
+                await self.run(take_step)
             finally:
                 self._ready = self.store
 
@@ -150,11 +170,9 @@ class Session:
             self._functions = anyio.CapacityLimiter(self._concurrency)
         return self._functions
 
-    async def run(self, function: Callable[[], Result]) -> Result:
-        """Call a function in a thread. Those of the event loop may all be taken, so these are counted apart."""
-        if self._limiter is None:
-            self._limiter = anyio.CapacityLimiter(MAX_THREADS)
-        return await to_thread.run_sync(function, limiter=self._limiter)
+    async def run(self, function: Callable[[], Result], cancel: Callable[[], object] | None = None) -> Result:
+        """Call a function in a thread; see `Threads.run`."""
+        return await self._threads.run(function, cancel)
 
     async def write(self, function: Callable[[], Result]) -> Result:
         """Call a function in the thread that writes.

@@ -110,6 +110,8 @@ def _empty(nbytes: int) -> NDArray[np.uint8]:
 
 def read_cached(fd: int, offset: int, nbytes: int, form: Form) -> NDArray[Any] | None:
     """The array at a place of a file, if its bytes are in the page cache; None if not. Always copies. Never blocks."""
+    if not NOWAIT:
+        return None
     memory = _empty(nbytes)
     if nbytes:
         try:

@@ -79,6 +79,11 @@ class Worker:
             raise job.error
         return job.result  # type: ignore[return-value]
 
+    async def settle(self) -> None:
+        """Wait until everything is done that was asked for, by whomever."""
+        if self._started:
+            await self.do(lambda: None)
+
     def close(self) -> None:
         """Let it finish what it was asked for, and end. Idempotent. Blocks meanwhile."""
         self._end()
