@@ -10,6 +10,7 @@ import anyio
 from anyio.lowlevel import current_token
 from numpy.typing import NDArray
 
+from asyncfeed.cache.gate import Call, Gate
 from asyncfeed.errors import ClosedError
 
 __all__ = ["Flights"]
@@ -48,14 +49,12 @@ class _Flight:
 class Flights:
     """The computations under way. For one event loop at a time.
 
-    Args:
-        took_off: called when one begins.
-        landed: called when it has ended, which may be later than the last one who waited for it.
+    Each is a call of its own: it may last longer than any of those who wait for it.
     """
 
-    def __init__(self, took_off: Callable[[], None], landed: Callable[[], None]) -> None:
+    def __init__(self, gate: Gate) -> None:
         self._flights: dict[Hashable, _Flight] = {}
-        self._took_off, self._landed = took_off, landed
+        self._gate = gate
 
     async def share(self, key: Hashable, compute: Compute) -> NDArray[Any]:
         """What ``compute()`` gives, which is called once for all who wait for the same key, in a task of its own.
@@ -66,8 +65,9 @@ class Flights:
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight()
-            self._took_off()
-            _spawn(lambda: self._fly(key, flight, compute))
+            call = self._gate.call()
+            call.begin()
+            _spawn(lambda: self._fly(key, flight, call, compute))
         flight.waiting += 1
         first = flight.waiting == 1
         try:
@@ -88,7 +88,8 @@ class Flights:
             self._forget(key, flight)
             flight.scope.cancel()
 
-    async def _fly(self, key: Hashable, flight: _Flight, compute: Compute) -> None:
+    async def _fly(self, key: Hashable, flight: _Flight, call: Call, compute: Compute) -> None:
+        call.mark()
         flight.error = ClosedError(
             "the computation was cancelled: the cache was closed"
         )  # unless something else happens
@@ -103,7 +104,7 @@ class Flights:
         finally:
             self._forget(key, flight)
             flight.landed.set()
-            self._landed()
+            call.end()
 
     def _forget(self, key: Hashable, flight: _Flight) -> None:
         if self._flights.get(key) is flight:

@@ -12,60 +12,64 @@ from asyncfeed.errors import ModeError
 
 __all__ = ["Call", "Gate"]
 
-_passed: ContextVar[tuple[Gate, ...]] = ContextVar("asyncfeed_gates", default=())
-"""The gates that this task is inside of, and whoever it has called: a call within a call must not wait for a switch that
-waits for the outer one."""
+_calls: ContextVar[tuple[Call, ...]] = ContextVar("asyncfeed_calls", default=())
+"""The calls that this task is within, itself or by whoever started it. A call within a call must not wait for a switch,
+which waits for the outer one."""
 
 
 class Call:
     """Being in flight, as a context. A class, as it is in the way of every single item: a generator takes 10 us."""
 
-    __slots__ = ("_gate", "_token")
+    __slots__ = ("_token", "gate", "in_flight")
 
     def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-        self._token: Token[tuple[Gate, ...]] | None = None
+        self.gate, self.in_flight = gate, False
+        self._token: Token[tuple[Call, ...]] | None = None
 
     async def __aenter__(self) -> None:
-        passed = _passed.get()
-        if self._gate not in passed:
-            await self._gate.wait_open()
-            self._gate.enter()
-            self._token = _passed.set((*passed, self._gate))
+        if not self.gate.is_within():
+            await self.gate.wait_open()
+            self.begin()
+            self.mark()
 
     async def __aexit__(self, *exc_info: object) -> None:
         if self._token is not None:
-            _passed.reset(self._token)
-            self._gate.leave()
+            _calls.reset(self._token)
+            self.end()
+
+    def begin(self) -> None:
+        """Count as in flight, whether or not a switch is waiting: for what belongs to a call that is."""
+        self.in_flight = True
+        self.gate.num_in_flight += 1
+
+    def mark(self) -> None:
+        """Let this task, and those that it starts, know that they are within this call."""
+        self._token = _calls.set((*_calls.get(), self))
+
+    def end(self) -> None:
+        """It has landed."""
+        self.in_flight = False
+        self.gate.num_in_flight -= 1
+        if self.gate.switching:
+            self.gate.notify()
 
 
 class Gate:
     """Lets any number of calls in, or one switch. For one event loop at a time."""
 
     def __init__(self) -> None:
-        self._inside = 0
-        self._switching = False
+        self.num_in_flight = 0
+        self.switching = False
         self._changed = anyio.Event()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a call would be let in at once."""
-        return not self._switching
+    def is_within(self) -> bool:
+        """Whether this task is within a call that is in flight."""
+        return any(call.gate is self and call.in_flight for call in _calls.get())
 
     async def wait_open(self) -> None:
         """Wait until no switch is under way."""
-        while self._switching:
+        while self.switching:
             await self._changed.wait()
-
-    def enter(self) -> None:
-        """Count something as in flight, on behalf of a call that is inside."""
-        self._inside += 1
-
-    def leave(self) -> None:
-        """It has ended."""
-        self._inside -= 1
-        if self._switching:
-            self._notify()
 
     def call(self) -> Call:
         """An asynchronous context: wait for a switch that is under way, then be in flight."""
@@ -78,18 +82,19 @@ class Gate:
         Raises:
             ModeError: this is within a call, and so waits for itself.
         """
-        if self in _passed.get():
+        if self.is_within():
             raise ModeError("the mode cannot be switched from within compute() or populate(), which have to end first")
         await self.wait_open()
-        self._switching = True
+        self.switching = True
         try:
-            while self._inside:
+            while self.num_in_flight:
                 await self._changed.wait()
             yield
         finally:
-            self._switching = False
-            self._notify()
+            self.switching = False
+            self.notify()
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Wake those who wait."""
         changed, self._changed = self._changed, anyio.Event()
         changed.set()

@@ -49,7 +49,7 @@ class Session:
     def _begin(self) -> None:
         """What belongs to an event loop is made anew when the cache is opened."""
         self._gate = Gate()
-        self.flights = Flights(self._gate.enter, self._gate.leave)
+        self.flights = Flights(self._gate)
         self._functions: anyio.CapacityLimiter | None = None
         self._writer, self._threads = Worker("asyncfeed-writer"), Threads()
 
@@ -73,6 +73,7 @@ class Session:
         except BaseException:  # cancelled, perhaps after it was opened
             with anyio.CancelScope(shield=True):
                 await self.leave()
+            self._threads.shut_down()
             raise
 
     async def leave(self) -> None:
