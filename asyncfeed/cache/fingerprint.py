@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from asyncfeed.errors import ArgumentError
+from asyncfeed.errors import ArgumentError, StaleCacheError
 
-__all__ = ["Fingerprint"]
+__all__ = ["Fingerprint", "stale_error"]
 
 MAX_NBYTES = 3000
 """Of the JSON text; it has its place in the first kilobytes of every file."""
@@ -27,6 +27,8 @@ class Fingerprint:
         """Raises `ArgumentError` if this cannot be written down."""
         if version is not None and (isinstance(version, bool) or not isinstance(version, str | int | float)):
             raise ArgumentError(f"version={version!r} must be a string or a number: it is written into every file")
+        if version != version:
+            raise ArgumentError("version=nan equals nothing, itself included, so that every cache would be stale")
         made = cls(version, takes, provides)
         if len(made.to_json()) > MAX_NBYTES:
             raise ArgumentError(
@@ -57,3 +59,12 @@ class Fingerprint:
 
     def __str__(self) -> str:
         return f"version={self.version!r}, takes={self.takes!r}, provides={self.provides!r}"
+
+
+def stale_error(path: str, found: Fingerprint | None, ours: Fingerprint) -> StaleCacheError:
+    """The error that shows both fingerprints, and what can be done."""
+    was = f"made with {found}" if found is not None else "not made by asyncfeed, so that it is unknown what made it"
+    return StaleCacheError(
+        f"{path} was {was}; it is opened with {ours}. Choose: state what it was made with; on_stale='discard' to delete it "
+        f"(in writer mode) and compute its items again; on_stale='ignore' to use it as it is; or another place for the cache"
+    )

@@ -49,12 +49,10 @@ class Recovery:
 
 
 def read_header(path: str) -> Header | None:
-    """What a journal or a sealed file says it is; None if it is neither, or not there."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return Header.decode(os.pread(file.fileno(), DATA_START - HEADER_START, HEADER_START))
-    except FileNotFoundError:
-        return None
+    """What a journal or a sealed file says it is; None if it is neither, or cannot be read."""
+    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+        return Header.decode(os.pread(file.fileno(), DATA_START - HEADER_START, HEADER_START))
+    return None
 
 
 class Journal:
@@ -77,11 +75,12 @@ class Journal:
         self.recovery: Recovery | None = None
         self.entries = Entries()
         self._durability = durability
+        self._failed = False
         self._appending, self._syncing = threading.Lock(), threading.Lock()
         with DiskErrors(path, "opened for writing"):
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            if os.fstat(self.fd).st_size < DATA_START:
+            if os.fstat(self.fd).st_size <= DATA_START:
                 self._begin(fingerprint)
             else:
                 self._replay()
@@ -91,7 +90,7 @@ class Journal:
         self._synced = self._written_back = self._end
 
     def _begin(self, fingerprint: Fingerprint) -> None:
-        """Write the header; whatever is there is shorter than one, from a session that ended at once."""
+        """Write the header; whatever is there holds no item, from a session that ended at once."""
         self.header = Header(os.urandom(16), fingerprint)
         text = self.header.encode()
         with DiskErrors(self.path, "begun"):
@@ -142,7 +141,7 @@ class Journal:
         return end, damaged, False
 
     def append(self, uid: str, array: NDArray[Any], digest: bytes = b"") -> Entry:
-        """Write an item; when this returns, it is kept. An earlier one of the same id is replaced.
+        """Write an item; when this returns, no end of the process loses it. An earlier one of the same id is replaced.
 
         Raises:
             WriteError: the disk is full, or failed; the journal is as it was before.
@@ -150,11 +149,32 @@ class Journal:
         checksum = checksum_of(records.raw(array))
         with self._appending:
             entry = self._write(Kind.ITEM, uid, array, digest, checksum)
-            end = self._end
-        if self._durability == "fsync":
-            self._sync_to(end)
-        self.entries[uid] = entry
+            self.entries[uid] = entry
         return entry
+
+    def commit(self) -> None:
+        """Bring to disk what was appended, with ``durability="fsync"``. Threads that wait find it done together.
+
+        Raises:
+            WriteError: the disk failed, now or before; what was appended and not committed may or may not be kept.
+        """
+        if self._durability != "fsync":
+            return
+        end = self._end
+        with self._syncing:
+            if self._synced >= end:
+                return
+            if self._failed:
+                raise WriteError(
+                    f"{self.path} could not be brought to disk before, and what is written to it now may get lost as well: "
+                    f"close the cache and open it again, which looks at what is there"
+                )
+            reached = self._end
+            self._failed = True  # the kernel reports a failure once, and then takes for written what is not
+            with DiskErrors(self.path, "brought to disk"):
+                os.fdatasync(self.fd)
+            self._failed = False
+            self._synced = reached
 
     def append_table(self, archive: NDArray[np.uint8]) -> Entry:
         """Write what comes last: the table of a file that is being sealed."""
@@ -171,20 +191,16 @@ class Journal:
             self._written_back = self._end
         return Entry(start + len(pieces[0]), pieces[1].nbytes, array.dtype, array.shape, checksum, digest)
 
-    def _sync_to(self, end: int) -> None:
-        """Make sure that all before ``end`` is on disk; threads that wait meanwhile find it done together."""
-        with self._syncing:
-            if self._synced >= end:
-                return
-            reached = self._end
-            with DiskErrors(self.path, "brought to disk"):
-                os.fdatasync(self.fd)
-            self._synced = reached
-
     @property
     def end(self) -> int:
         """The size of all records, and of what comes before them."""
         return self._end
+
+    def is_at_its_path(self) -> bool:
+        """Whether it still has the name of a journal; publishing gives it another."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.stat(self.path), os.fstat(self.fd))
+        return False
 
     def rewind(self, end: int) -> None:
         """Take back everything from ``end`` on: sealing failed."""
@@ -220,12 +236,12 @@ def write_all(fd: int, pieces: Sequence[Any], position: int) -> int:
 
 def sync_directory(path: str) -> None:
     """Bring to disk that a file of this path is there."""
-    fd = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot, and do not need to
+    with contextlib.suppress(OSError):  # some network file systems cannot, and do not need to
+        fd = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC)
+        try:
             os.fsync(fd)
-    finally:
-        os.close(fd)
+        finally:
+            os.close(fd)
 
 
 class DiskErrors:

@@ -49,13 +49,13 @@ class Lock:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise WriteError(f"the lock file {path} cannot be made ({error.strerror}); check the directory") from error
+        self._fd = fd
+        call_in_child(self)  # first, as another thread may be about to fork
         try:
             _acquire(fd, path, what, advice, patience)
         except BaseException:
-            os.close(fd)
+            self.close()
             raise
-        self._fd = fd
-        call_in_child(self)
 
     def close(self) -> None:
         """Let go. Idempotent."""

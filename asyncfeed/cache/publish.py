@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from asyncfeed.cache.fingerprint import Fingerprint
+from asyncfeed.cache.ids import Groups
 from asyncfeed.cache.journal import DiskErrors, Durability, Journal, sync_directory
 from asyncfeed.cache.lock import PATIENCE, Lock
 from asyncfeed.cache.records import Entry
 from asyncfeed.cache.seal import Compression, UnexpectedLayoutError, seal, seal_copy
 from asyncfeed.cache.view import View, intact, read_item
-from asyncfeed.errors import DamagedFileError, StorageError
+from asyncfeed.errors import ChangedFileError, DamagedFileError, StaleCacheError, StorageError
 from asyncfeed.planning.catalog import Catalog
 from asyncfeed.storage.generations import COMPACTING, Generations
 from asyncfeed.storage.hdf5file import stamp
@@ -33,6 +34,7 @@ __all__ = [
     "merge",
     "publish",
     "remove",
+    "remove_unfinished",
 ]
 
 OnStale = Literal["error", "discard", "ignore"]
@@ -99,14 +101,23 @@ def publish(settings: Settings, journal: Journal) -> str:
         path, catalog = _sealed(settings, journal)
         with lock_cache(settings), DiskErrors(path, "published"):
             published = _rename_to_next(path, settings.generations)
-            sync_directory(published)
     except BaseException:
-        journal.rewind(end)
+        _take_back(journal, end)
         raise
+    sync_directory(published)
     if path != journal.path:
         remove(journal.path)
     _keep_index(catalog, published)
     return published
+
+
+def _take_back(journal: Journal, end: int) -> None:
+    """Make a journal again of what was being published, unless it has its new name already."""
+    remove_unfinished(journal.path)
+    if journal.is_at_its_path():
+        journal.rewind(end)
+    else:
+        journal.close()  # nobody may write to it any more
 
 
 def _sealed(settings: Settings, journal: Journal) -> tuple[str, Catalog]:
@@ -135,28 +146,70 @@ def merge(settings: Settings, view: View) -> None:
     """Make one generation of all of a view, and remove the others. The caller holds the lock of `COMPACTING`.
 
     Raises:
+        ChangedFileError: another process discarded a generation meanwhile; nothing is changed.
         DamagedFileError: an item's bytes are not those that were written; nothing is changed.
+        ItemIdError: writers have used ids that one file cannot hold; nothing is changed.
+        StaleCacheError: what would be merged was made by different things; nothing is changed.
         WriteError: the disk is full; nothing is changed.
     """
+    path = journal_path(settings, COMPACTING)
+    _clear(path)  # of a process that was killed
     if len(view.generations) < 2 and not _has_holes(view):
         return
-    path = journal_path(settings, COMPACTING)
-    for left in (path, f"{path}.copy"):
-        remove(left)
-    merged, catalog = _merged(settings, view, path)
-    with lock_cache(settings), DiskErrors(merged, "published"):
-        os.replace(merged, settings.generations.path)
-        sync_directory(merged)
-        for generation in view.generations:  # the oldest first: what is left always ends with the newest
-            if generation.path != settings.generations.path:
-                remove(generation.path)
+    if settings.on_stale != "ignore":
+        _check_same(view)
+    target = _target(settings.generations, view)
+    try:
+        merged, catalog = _merged(settings, view, path)
+        with lock_cache(settings), DiskErrors(merged, "published"):
+            _check_there(view)
+            os.replace(merged, target)
+            sync_directory(target)
+            for generation in view.generations:  # the oldest first: what is left always ends with the newest
+                if generation.path != target:
+                    remove(generation.path)
+    finally:
+        _clear(path)
+    _keep_index(catalog, target)
+
+
+def _clear(path: str) -> None:
+    """Remove an attempt to merge: it holds nothing that is not elsewhere, too."""
     remove(path)
-    _keep_index(catalog, settings.generations.path)
+    remove_unfinished(path)
+
+
+def _check_same(view: View) -> None:
+    """Raise `StaleCacheError` if merging would give items the fingerprint of other ones."""
+    first = view.generations[0]
+    for other in view.generations:
+        if other.fingerprint != first.fingerprint:
+            raise StaleCacheError(
+                f"{first.path} was made with {first.fingerprint}, and {other.path} with {other.fingerprint}: what is merged "
+                f"would be taken for one of both. Choose on_stale='ignore' to do it all the same"
+            )
+
+
+def _target(generations: Generations, view: View) -> str:
+    """Where what is merged goes: to the first generation, unless that is a stale one, which is left alone."""
+    first = generations.path
+    ours = first in {generation.path for generation in view.generations}
+    return first if ours or not os.path.lexists(first) else view.generations[0].path
+
+
+def _check_there(view: View) -> None:
+    """Raise `ChangedFileError` if a path of the view does not lead to what was merged."""
+    for generation in view.generations:
+        if not os.path.exists(generation.path) or stamp(generation.path) != generation.stamp:
+            raise ChangedFileError(
+                f"{generation.path} was replaced while it was being merged; nothing has been changed: compact again"
+            )
 
 
 def _merged(settings: Settings, view: View, path: str) -> tuple[str, Catalog]:
     """Write all items into one sealed file; its path, and what HDF5 finds in it."""
     newest = view.generations[-1].fingerprint or settings.fingerprint
+    groups = Groups()
     with contextlib.closing(Journal(path, newest)) as journal:
         for uid, row in view.rows.items():
             array = view.read(row, uid)
@@ -165,6 +218,8 @@ def _merged(settings: Settings, view: View, path: str) -> tuple[str, Catalog]:
                     f"item {uid!r} in {view.path(row)} is damaged; replace it (in writer mode, with put()) and seal, then "
                     f"compact"
                 )
+            groups.check(uid, journal.entries)
+            groups.add(uid)
             journal.append(uid, array, view.digest(row))
         return _sealed(settings, journal)
 
@@ -185,13 +240,22 @@ def remove(path: str) -> None:
             os.unlink(each)
 
 
+def remove_unfinished(journal: str) -> None:
+    """Remove what is left beside a journal when a process is killed while it seals."""
+    remove(f"{journal}.copy")
+    remove(f"{journal}.scratch")
+
+
 def _inspected(path: str, entries: Mapping[str, Entry]) -> Catalog:
     """What HDF5 finds in a file that was just sealed.
 
     Raises:
         UnexpectedLayoutError: something else than was put there.
     """
-    catalog = scan(Container(path, "{utt}"))
+    try:
+        catalog = scan(Container(path, "{utt}"))
+    except StorageError as error:
+        raise UnexpectedLayoutError("HDF5 cannot read what was made of its metadata") from error
     found = dict(zip(catalog.ids, catalog.offset.tolist(), strict=True))
     skipped = {s.utt for s in catalog.skipped}
     for uid, entry in entries.items():
@@ -202,8 +266,9 @@ def _inspected(path: str, entries: Mapping[str, Entry]) -> Catalog:
 
 def _keep_index(catalog: Catalog, path: str) -> None:
     """Put the catalog of a sealed file beside it, so that a feed need not scan it."""
-    with contextlib.suppress(StorageError, OSError):
-        save_index(replace(catalog, files=(stamp(path),)), beside(path))
+    # The state in which it was scanned: what is at that path by now may be what another process has merged.
+    with contextlib.suppress(OSError):
+        save_index(replace(catalog, files=(replace(catalog.files[0], path=path),)), beside(path))
 
 
 def _has_holes(view: View) -> bool:

@@ -13,27 +13,42 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from asyncfeed.cache.fingerprint import Fingerprint
+from asyncfeed.cache.fingerprint import stale_error
 from asyncfeed.cache.generation import Generation
 from asyncfeed.cache.ids import Groups, check_id
 from asyncfeed.cache.journal import DiskErrors, Journal, Recovery, read_header
 from asyncfeed.cache.lock import Lock
-from asyncfeed.cache.publish import Settings, journal_path, lock_cache, lock_path, lock_writer, merge, publish, remove
-from asyncfeed.cache.records import Entry
+from asyncfeed.cache.publish import (
+    Settings,
+    journal_path,
+    lock_cache,
+    lock_path,
+    lock_writer,
+    merge,
+    publish,
+    remove,
+    remove_unfinished,
+)
+from asyncfeed.cache.records import DATA_START, Entry
 from asyncfeed.cache.view import Reader, View, intact, read_cached, read_item
 from asyncfeed.errors import (
     CacheMissError,
-    DamagedFileError,
+    ChangedFileError,
     LockedFileError,
     SourceMissingError,
-    StaleCacheError,
+    StorageError,
 )
+from asyncfeed.planning.catalog import FileStamp
 from asyncfeed.process import refuse_fork
 from asyncfeed.storage.generations import COMPACTING
+from asyncfeed.storage.hdf5file import stamp
 
 __all__ = ["Store", "Verification"]
 
 log = logging.getLogger("asyncfeed")
+
+ATTEMPTS = 10
+"""To open the files of a cache while others publish and merge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +91,7 @@ class Store:
         self._lock: Lock | None = None
         self._reader = Reader()
         self._groups = Groups()
+        self._appending = threading.Lock()
         if writing:
             self._open_writer()
         else:
@@ -90,10 +106,10 @@ class Store:
         self._lock = lock_writer(settings, settings.writer)
         try:
             path = journal_path(settings, settings.writer)
+            remove_unfinished(path)
             self._remove_sealed_journal(path)
-            with lock_cache(settings):
-                self._check_journal(path)
-                self._load(writing=True)
+            self._check_journal(path)
+            self._load(writing=True)
             self.journal = Journal(path, settings.fingerprint, settings.durability)
             self._groups = Groups([*self.view.rows, *self.journal.entries])
         except BaseException:
@@ -107,47 +123,63 @@ class Store:
         """What an earlier session of this writer left; None if nothing."""
         return self.journal.recovery if self.journal is not None else None
 
-    def _load(self, *, writing: bool) -> None:
-        """Look which generations there are, and open those that are new."""
-        known = {g.stamp: g for g in self.view.generations}
-        generations = [self._opened(path, known) for path in self._paths(writing)]
-        fitting = [g for g in generations if self._fits(g, writing)]
-        self.view = View(fitting)
+    def _load(self, *, writing: bool, strict: bool = True) -> None:
+        """Look which generations there are, and open those that are new.
+
+        Not ``strict``, when the cache is open already: others may go on without what cannot be used, which is passed over.
+        """
+        fitting = tuple(g for g in self._opened(writing, strict) if self._fits(g, writing, strict))
+        if fitting != self.view.generations:
+            self.view = View(fitting)
+            self._groups = Groups([*self.view.rows, *self._written])
 
     def _paths(self, writing: bool) -> list[str]:
         return self.generations.paths() if writing else self.generations.existing()
 
-    def _opened(self, path: str, known: dict[Any, Generation]) -> Generation:
-        for _ in range(10):
-            try:
-                generation = Generation(path)
-                break
-            except SourceMissingError:
-                # Compacting took it away just now: what it held is in the first generation, which is looked at again.
-                path = self.generations.path
-        else:
-            raise SourceMissingError(f"the files of {self.generations.path} go away while they are opened; try again")
-        kept = known.get(generation.stamp)
-        return generation if kept is None else kept
+    def _opened(self, writing: bool, strict: bool) -> list[Generation]:
+        """The generations there are at one moment."""
+        known: dict[FileStamp, Generation | None] = {g.stamp: g for g in self.view.generations}
+        for _ in range(ATTEMPTS):
+            paths = self._paths(writing)
+            with contextlib.suppress(SourceMissingError):  # compacting took it away just now
+                stamps = [stamp(path) for path in paths]
+                known |= {each: _open(each, strict) for each in stamps if each not in known}
+                # Compacting and publishing may have changed what is there since the first was opened: then look again.
+                if paths == self._paths(writing) and stamps == [stamp(path) for path in paths]:
+                    return [g for each in stamps if (g := known[each]) is not None]
+        raise ChangedFileError(
+            f"the files of {self.generations.path} change whenever they are opened; wait until they are written, and try again"
+        )
 
-    def _fits(self, generation: Generation, writing: bool) -> bool:
+    def _fits(self, generation: Generation, writing: bool, strict: bool) -> bool:
         """Whether to use a generation; one that is stale is an error, is discarded, or is used all the same."""
         ours, found = self.settings.fingerprint, generation.fingerprint
         if ours.accepts(found, writing=writing) or self.settings.on_stale == "ignore":
             return True
-        if self.settings.on_stale == "error":
-            raise _stale(generation.path, found, ours)
-        if writing:
-            remove(generation.path)
+        stale = stale_error(generation.path, found, ours)
+        if not strict:
+            log.warning("passed over: %s", stale)
+        elif self.settings.on_stale == "error":
+            raise stale
+        elif writing:
+            self._discard(generation)
         return False
+
+    def _discard(self, generation: Generation) -> None:
+        """Delete a stale file, unless somebody has put another one in its place meanwhile."""
+        with lock_cache(self.settings), contextlib.suppress(SourceMissingError):
+            if stamp(generation.path) == generation.stamp:
+                remove(generation.path)
 
     def _check_journal(self, path: str) -> None:
         header = read_header(path)
         ours, choice = self.settings.fingerprint, self.settings.on_stale
         if header is None or ours.accepts(header.fingerprint, writing=True) or choice == "ignore":
             return
+        if os.path.getsize(path) <= DATA_START:  # it holds nothing, and is begun again
+            return
         if choice == "error":
-            raise _stale(path, header.fingerprint, ours)
+            raise stale_error(path, header.fingerprint, ours)
         remove(path)
 
     def _remove_sealed_journal(self, path: str) -> None:
@@ -160,10 +192,10 @@ class Store:
 
     def refresh(self) -> bool:
         """Look whether other writers have sealed something; whether they have."""
-        before = [g.stamp for g in self.view.generations]
+        before = self.view
         with contextlib.suppress(SourceMissingError):
-            self._load(writing=self.journal is not None)
-        return [g.stamp for g in self.view.generations] != before
+            self._load(writing=self.journal is not None, strict=False)
+        return self.view is not before
 
     def close(self) -> None:
         """Close all files. What was written and not sealed stays in the journal. Idempotent."""
@@ -294,7 +326,7 @@ class Store:
             checksum = entry.checksum if entry is not None else self.view.checksum(row)
             try:
                 good = intact(self.read(uid), checksum)
-            except DamagedFileError:
+            except StorageError:
                 good = False
             if not good:
                 damaged.append(uid)
@@ -314,10 +346,13 @@ class Store:
             WriteError: the disk is full; all that was acknowledged is kept.
         """
         refuse_fork(self._pid, "cache writer")
-        assert self.journal is not None, "only called in writer mode"
-        self.check_id(uid)
-        self.journal.append(uid, array, digest)
-        self._groups.add(uid)
+        journal = self.journal
+        assert journal is not None, "only called in writer mode"
+        with self._appending:  # of two ids that exclude each other, one comes first
+            self.check_id(uid)
+            journal.append(uid, array, digest)
+            self._groups.add(uid)
+        journal.commit()
 
     def check_id(self, uid: str) -> None:
         """Raise `ItemIdError` if an item cannot be kept under this id."""
@@ -343,7 +378,7 @@ class Store:
         if lock is not None:
             lock.close()
         if self.generations:
-            self._load(writing=False)
+            self._load(writing=False, strict=False)
         return sealed
 
     # -- merging -------------------------------------------------------------------------------------------------
@@ -353,7 +388,10 @@ class Store:
 
         Raises:
             LockedFileError: another process does that just now.
+            ChangedFileError: another process discarded a generation meanwhile; nothing is changed.
             DamagedFileError: an item's bytes are not those that were written; nothing is changed.
+            ItemIdError: writers have used ids that one file cannot hold; nothing is changed.
+            StaleCacheError: what would be merged was made by different things; nothing is changed.
             WriteError: the disk is full; nothing is changed.
         """
         refuse_fork(self._pid, "cache")
@@ -367,6 +405,8 @@ class Store:
 
     def _adopt_all(self) -> None:
         """Seal what writers of this machine have left that ended without doing it; the others keep theirs."""
+        if not self.settings.locking:
+            return  # nothing tells that they have ended
         for path in self.generations.journals():
             writer = path[len(self.generations.path) + 1 : -len(".journal")]
             header = read_header(path)
@@ -386,12 +426,18 @@ class Store:
                     remove(path)
 
 
-def _stale(path: str, found: Fingerprint | None, ours: Fingerprint) -> StaleCacheError:
-    was = f"made with {found}" if found is not None else "not made by asyncfeed, so that it is unknown what made it"
-    return StaleCacheError(
-        f"{path} was {was}; it is opened with {ours}. Choose: state what it was made with; on_stale='discard' to delete it "
-        f"(in writer mode) and compute its items again; on_stale='ignore' to use it as it is; or another place for the cache"
-    )
+def _open(found: FileStamp, strict: bool) -> Generation | None:
+    """A generation; None if it cannot be used, or is not the one that was found any more."""
+    try:
+        generation = Generation(found.path)
+    except SourceMissingError:
+        raise
+    except StorageError as error:
+        if strict:
+            raise
+        log.warning("passed over: %s", error)
+        return None
+    return generation if generation.stamp == found else None
 
 
 def _each_its_own(uids: Sequence[str], arrays: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import h5py
@@ -13,11 +13,18 @@ import numpy as np
 from h5py import h5t
 from numpy.typing import NDArray
 
+from asyncfeed.cache.records import dtype_text
 from asyncfeed.errors import ItemTypeError
 
 __all__ = ["DIGEST_NBYTES", "digest_of", "to_array", "type_id"]
 
 DIGEST_NBYTES = 16
+
+MAX_NDIM = 32
+MAX_TYPE_NBYTES = 64_000
+"""Of the description of a structured dtype; HDF5 keeps the length of some messages in 16 bits."""
+
+NUMBERS = (bool, int, float, complex)
 
 WIDER = ("int8", "uint8", "int32", "float32", "complex64")
 """What dtypes that numpy does not have itself are widened to, if it is exact: bfloat16, float8, int4."""
@@ -37,14 +44,49 @@ def to_array(value: object) -> NDArray[Any]:
         raise _refuse(value, "its mask would be lost; fill it first")
     if array.dtype.isbuiltin == 2:
         array = _widened(array)
+    if array.ndim > MAX_NDIM:
+        raise _refuse(value, f"it has {array.ndim} dimensions, and {MAX_NDIM} is the most that HDF5 has")
     if array.dtype.hasobject or array.dtype.kind in "OSUT":
         raise _refuse(value, f"numpy makes it an array of {_content(array.dtype)}")
-    array = np.asarray(array, array.dtype.newbyteorder("="), order="C")
     try:
-        type_id(array.dtype)
+        dtype = _keepable(array.dtype)
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise _refuse(value, f"HDF5 has no type for its dtype {array.dtype}: {error}") from error
-    return array
+        raise _refuse(value, f"its dtype {array.dtype} cannot be written down: {error}") from error
+    array = np.asarray(array, dtype, order="C")
+    return array if array.dtype is dtype else array.view(dtype)  # which equals it, and has no metadata
+
+
+@functools.lru_cache(maxsize=256)
+def _keepable(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """A dtype as it comes back: native, and without metadata.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: HDF5, or the text that describes it in a journal, cannot express it.
+    """
+    plain: np.dtype[Any] = _plain(dtype)
+    dtype_text(plain)
+    if len(type_id(plain).encode()) > MAX_TYPE_NBYTES:
+        raise ValueError("it has more fields, or longer names of fields, than HDF5 has room for")
+    return plain
+
+
+def _plain(dtype: Any) -> Any:
+    """Without metadata, which make another type of it to h5py (an enum), while numpy takes it for the same."""
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return np.dtype((_plain(base), shape))
+    if dtype.fields is None:
+        return np.dtype(dtype.str).newbyteorder("=")
+    fields = [dtype.fields[name] for name in dtype.names]
+    return np.dtype(
+        {
+            "names": dtype.names,
+            "formats": [_plain(field[0]) for field in fields],
+            "offsets": [field[1] for field in fields],
+            "titles": [field[2] if len(field) > 2 else None for field in fields],
+            "itemsize": dtype.itemsize,
+        }
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -121,21 +163,24 @@ def digest_of(args: tuple[object, ...]) -> bytes:
 
 
 def _update(add: Callable[[Any], None], value: object) -> None:
-    if value is None or isinstance(value, bool | int | float | complex | str):
-        add(f"{type(value).__name__} {value!r};".encode(errors="surrogatepass"))
+    if value is None:
+        add(b"None;")
+    elif isinstance(value, str):  # its repr() is not the same on every Python
+        _add_bytes(add, b"str", value.encode(errors="surrogatepass"))
     elif isinstance(value, bytes | bytearray):
-        add(b"bytes %d:" % len(value))
-        add(value)
+        _add_bytes(add, b"bytes", value)
+    elif isinstance(value, bool | int | float | complex):
+        kind = next(kind for kind in NUMBERS if isinstance(value, kind))
+        add(f"{kind.__name__} {kind.__repr__(value)};".encode())  # not that of a subclass: numpy's says its version
     elif isinstance(value, os.PathLike):
-        _update(add, ("path", os.fspath(value)))
+        add(b"path ")
+        _update(add, os.fspath(value))
     elif isinstance(value, dict):
-        _update(add, ("dict", *sorted(value.items(), key=lambda item: repr(item[0]))))
+        _add_all(add, b"dict", sorted(map(_digest_one, value.items())))
     elif isinstance(value, set | frozenset):
-        _update(add, ("set", *sorted(map(_digest_one, value))))
+        _add_all(add, b"set", sorted(map(_digest_one, value)))
     elif isinstance(value, list | tuple):
-        add(b"list %d:" % len(value))
-        for each in value:
-            _update(add, each)
+        _add_all(add, b"list", value)
     else:
         try:
             array = to_array(value)
@@ -146,6 +191,17 @@ def _update(add: Callable[[Any], None], value: object) -> None:
             ) from None
         add(f"array {array.dtype.descr if array.dtype.names else array.dtype.str} {array.shape}:".encode())
         add(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _add_bytes(add: Callable[[Any], None], kind: bytes, content: bytes | bytearray) -> None:
+    add(b"%b %d:" % (kind, len(content)))
+    add(content)
+
+
+def _add_all(add: Callable[[Any], None], kind: bytes, values: Sequence[object]) -> None:
+    add(b"%b %d:" % (kind, len(values)))
+    for each in values:
+        _update(add, each)
 
 
 def _digest_one(value: object) -> bytes:

@@ -15,7 +15,7 @@ from asyncfeed.cache.generation import Generation
 from asyncfeed.cache.records import ALIGNMENT, Entry, checksum_of, raw
 from asyncfeed.cache.table import Form
 from asyncfeed.cache.values import to_array
-from asyncfeed.errors import DamagedFileError
+from asyncfeed.errors import DamagedFileError, ItemTypeError, UnreadableDatasetError
 from asyncfeed.planning.coalesce import Reads, coalesce
 from asyncfeed.process import call_in_child
 from asyncfeed.storage.direct import DirectReader
@@ -89,12 +89,18 @@ class View:
         """An item, wherever its bytes are. Blocks."""
         fd, entry = self.place(row)
         if entry is None:
-            array, form = (
-                to_array(self.generations[self._file[row]].read_through_hdf5(uid)),
-                self._forms[self._form[row]],
-            )
+            array, form = self._converted(row, uid), self._forms[self._form[row]]
             return array if form is None else array.view(form[0])  # HDF5 does not know all of them by name
         return read_item(fd, entry, uid, self.path(row))
+
+    def _converted(self, row: int, uid: str) -> NDArray[Any]:
+        """An item that HDF5 has to read."""
+        try:
+            return to_array(self.generations[self._file[row]].read_through_hdf5(uid))
+        except ItemTypeError as error:
+            raise UnreadableDatasetError(
+                f"item {uid!r} in {self.path(row)} is no array of numbers: {error}; read it with h5py"
+            ) from error
 
 
 def _column(parts: list[NDArray[np.int64]]) -> memoryview:
@@ -173,10 +179,12 @@ class Reader:
 
         Always copies. The arrays share one block of memory: one that is kept keeps it.
         """
+        if not places:
+            return []
         entries = [entry for _, entry, _ in places]
         nbytes = np.array([e.nbytes for e in entries], np.int64)
         dest = np.cumsum(-(-nbytes // ALIGNMENT) * ALIGNMENT)
-        memory = _empty(int(dest[-1]) if entries else 0)
+        memory = _empty(int(dest[-1]))
         dest = np.append(0, dest[:-1])
         wanted = np.flatnonzero(nbytes)
         with self._lock:
