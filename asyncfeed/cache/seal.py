@@ -43,6 +43,8 @@ FLUSH_EVERY = 5_000
 """Datasets between two writings of metadata: closing a file does the rest, and holds the GIL meanwhile."""
 
 LAYOUT_MESSAGE = 8
+SUPERBLOCK_VERSION, SUPERBLOCK_END = 8, 40
+"""Where these stand in a file (II.A)."""
 UNDEFINED = 0xFFFF_FFFF_FFFF_FFFF
 
 
@@ -80,6 +82,8 @@ def _metadata(path: str, entries: Mapping[str, Entry], end: int, fingerprint: Fi
         head = bytearray(scratch.read(HEADER_START))
         scratch.seek(end)
         tail = bytearray(scratch.read())
+    if not tail:  # all of it has found room at the beginning, and HDF5 takes the file to end there
+        _enter_end(head, end)
     for address, entry in zip(addresses, entries.values(), strict=True):
         if entry.nbytes:
             # HDF5 puts the first headers into what is left of the block that it began the file with.
@@ -127,6 +131,13 @@ def _create_datasets(file: h5py.File, entries: Mapping[str, Entry]) -> list[int]
     return addresses
 
 
+def _enter_end(metadata: bytearray, end: int) -> None:
+    """Write into the superblock where the file ends."""
+    if metadata[SUPERBLOCK_VERSION] != 0:
+        raise UnexpectedLayoutError("HDF5 begins a file otherwise than expected")
+    struct.pack_into("<Q", metadata, SUPERBLOCK_END, end)
+
+
 def _enter_place(metadata: bytearray, header: int, entry: Entry) -> None:
     """Write into the object header of a dataset where its data are."""
     layout = _layout_in(metadata, header)
@@ -171,7 +182,8 @@ def seal_copy(
                     table.offset[row] = -1 if offset is None else offset
             with open(path, "r+b", buffering=0) as sealed:
                 archive = table.to_archive()  # of the same size: numbers take the same room
-                pointer = Pointer(DATA_START, archive.size, os.fstat(sealed.fileno()).st_size)
+                size = max(os.fstat(sealed.fileno()).st_size, DATA_START + archive.size)
+                pointer = Pointer(DATA_START, archive.size, size)
                 write_all(sealed.fileno(), [archive.data], DATA_START)
                 os.pwrite(sealed.fileno(), pointer.encode(), POINTER_START)
                 os.pwrite(sealed.fileno(), header.encode(), HEADER_START)
