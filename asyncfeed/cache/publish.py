@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from asyncfeed.cache.fingerprint import Fingerprint
+from asyncfeed.cache.generation import Generation
 from asyncfeed.cache.ids import Groups
 from asyncfeed.cache.journal import DiskErrors, Durability, Journal, sync_directory
 from asyncfeed.cache.lock import PATIENCE, Lock
@@ -51,6 +53,14 @@ class Settings:
     durability: Durability = "process"
     on_stale: OnStale = "error"
     locking: bool = True
+    unmarked: bool = False
+    """Whether a file without a fingerprint, which another tool has written, is taken for one that fits."""
+
+    def accepts(self, found: Fingerprint | None, *, writing: bool) -> bool:
+        """Whether a sealed file with the fingerprint ``found`` (None: it has none) may be used."""
+        if self.on_stale == "ignore" or (self.unmarked and found is None):
+            return True
+        return self.fingerprint.accepts(found, writing=writing)
 
 
 # -- names and locks ---------------------------------------------------------------------------------------------
@@ -157,7 +167,7 @@ def merge(settings: Settings, view: View) -> None:
     if len(view.generations) < 2 and not _has_holes(view):
         return
     if settings.on_stale != "ignore":
-        _check_same(view)
+        _check_same([g for g in view.generations if g.fingerprint is not None or not settings.unmarked])
     target = _target(settings.generations, view)
     try:
         merged, catalog = _merged(settings, view, path)
@@ -179,10 +189,9 @@ def _clear(path: str) -> None:
     remove_unfinished(path)
 
 
-def _check_same(view: View) -> None:
+def _check_same(generations: Sequence[Generation]) -> None:
     """Raise `StaleCacheError` if merging would give items the fingerprint of other ones."""
-    first = view.generations[0]
-    for other in view.generations:
+    for first, other in itertools.pairwise(generations):
         if other.fingerprint != first.fingerprint:
             raise StaleCacheError(
                 f"{first.path} was made with {first.fingerprint}, and {other.path} with {other.fingerprint}: what is merged "

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import h5py
+import numpy as np
 from h5py import h5d, h5o, h5p, h5s, h5t
 from numpy.typing import NDArray
 
@@ -95,7 +96,8 @@ def _metadata(path: str, entries: Mapping[str, Entry], end: int, fingerprint: Fi
 def _file_around(path: str, end: int, fingerprint: Fingerprint) -> Iterator[h5py.File]:
     """A new HDF5 file that leaves everything between `HEADER_START` and ``end`` alone."""
     with h5py.File(path, "w", libver="earliest", locking=False) as file:
-        file.attrs[ATTRIBUTE] = fingerprint.to_json()
+        # As bytes: text needs a converter, which h5py takes down when the interpreter exits, before some seal what is open.
+        file.attrs[ATTRIBUTE] = np.bytes_(fingerprint.to_json())
         early = h5p.create(h5p.DATASET_CREATE)
         early.set_alloc_time(h5d.ALLOC_TIME_EARLY)
         early.set_fill_time(h5d.FILL_TIME_NEVER)

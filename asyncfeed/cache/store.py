@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from asyncfeed.cache.fingerprint import stale_error
 from asyncfeed.cache.generation import Generation
 from asyncfeed.cache.ids import Groups, check_id
 from asyncfeed.cache.journal import DiskErrors, Journal, Recovery, read_header
+from asyncfeed.cache.leftovers import adopt, remove_sealed_journal
 from asyncfeed.cache.lock import Lock
 from asyncfeed.cache.publish import (
     Settings,
     journal_path,
     lock_cache,
-    lock_path,
     lock_writer,
     merge,
     publish,
@@ -34,7 +33,6 @@ from asyncfeed.cache.view import Reader, View, intact, read_cached, read_item
 from asyncfeed.errors import (
     CacheMissError,
     ChangedFileError,
-    LockedFileError,
     SourceMissingError,
     StorageError,
 )
@@ -107,7 +105,7 @@ class Store:
         try:
             path = journal_path(settings, settings.writer)
             remove_unfinished(path)
-            self._remove_sealed_journal(path)
+            remove_sealed_journal(settings, path)
             self._check_journal(path)
             self._load(writing=True)
             self.journal = Journal(path, settings.fingerprint, settings.durability)
@@ -153,13 +151,13 @@ class Store:
 
     def _fits(self, generation: Generation, writing: bool, strict: bool) -> bool:
         """Whether to use a generation; one that is stale is an error, is discarded, or is used all the same."""
-        ours, found = self.settings.fingerprint, generation.fingerprint
-        if ours.accepts(found, writing=writing) or self.settings.on_stale == "ignore":
+        settings, found = self.settings, generation.fingerprint
+        if settings.accepts(found, writing=writing):
             return True
-        stale = stale_error(generation.path, found, ours)
+        stale = stale_error(generation.path, found, settings.fingerprint)
         if not strict:
             log.warning("passed over: %s", stale)
-        elif self.settings.on_stale == "error":
+        elif settings.on_stale == "error":
             raise stale
         elif writing:
             self._discard(generation)
@@ -181,14 +179,6 @@ class Store:
         if choice == "error":
             raise stale_error(path, header.fingerprint, ours)
         remove(path)
-
-    def _remove_sealed_journal(self, path: str) -> None:
-        """Remove a journal whose items were sealed by copying them, when the process ended before it did that itself."""
-        header = read_header(path)
-        if header is not None and any(
-            (found := read_header(p)) and found.nonce == header.nonce for p in self._paths(True)
-        ):
-            remove(path)
 
     def refresh(self) -> bool:
         """Look whether other writers have sealed something; whether they have."""
@@ -368,7 +358,7 @@ class Store:
         refuse_fork(self._pid, "cache writer")
         assert self.journal is not None, "only called in writer mode"
         journal = self.journal
-        self._adopt_all()
+        adopt(self.settings, but=self.settings.writer)
         sealed = publish(self.settings, journal) if journal.entries else None
         if sealed is None:
             remove(journal.path)
@@ -400,30 +390,6 @@ class Store:
             self._load(writing=writing)
             merge(self.settings, self.view)
         self._load(writing=writing)
-
-    # -- other writers -------------------------------------------------------------------------------------------
-
-    def _adopt_all(self) -> None:
-        """Seal what writers of this machine have left that ended without doing it; the others keep theirs."""
-        if not self.settings.locking:
-            return  # nothing tells that they have ended
-        for path in self.generations.journals():
-            writer = path[len(self.generations.path) + 1 : -len(".journal")]
-            header = read_header(path)
-            here = Lock.host(lock_path(self.settings, writer)) == socket.gethostname()
-            if writer != self.settings.writer and here and header and header.fingerprint == self.settings.fingerprint:
-                with contextlib.suppress(LockedFileError), lock_writer(self.settings, writer):
-                    self._adopt(path)
-
-    def _adopt(self, path: str) -> None:
-        self._remove_sealed_journal(path)
-        if os.path.exists(path):
-            with contextlib.closing(Journal(path, self.settings.fingerprint)) as journal:
-                log.warning("sealing what an ended writer left: %s", journal.recovery)
-                if journal.entries:
-                    publish(self.settings, journal)
-                else:
-                    remove(path)
 
 
 def _open(found: FileStamp, strict: bool) -> Generation | None:
