@@ -23,7 +23,8 @@
         ├── ForkError                    made in another process
         ├── ItemIdError                  (ValueError) an id that cannot be kept
         ├── ItemTypeError                (TypeError) a value that cannot be kept
-        └── ModeError                    a call, or a step, that the mode does not allow
+        ├── ModeError                    a call, or a step, that the mode does not allow
+        └── StateError                   (ValueError) a saved state that does not fit
 
 A message says what was found, what was wanted, and what to do. The library's own exceptions (h5py, the
 operating system) are kept as ``__cause__``.
@@ -52,6 +53,7 @@ __all__ = [
     "SourceAccessError",
     "SourceMissingError",
     "StaleCacheError",
+    "StateError",
     "StorageError",
     "UnreadableDatasetError",
     "UsageError",
@@ -162,3 +164,7 @@ class ItemTypeError(UsageError, TypeError):
 
 class ModeError(UsageError):
     """The mode that the cache is in does not allow this call, or this step to another mode."""
+
+
+class StateError(UsageError, ValueError):
+    """A saved state does not fit the feed that loads it: other data, another seed, another form."""

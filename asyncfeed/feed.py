@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -20,7 +20,9 @@ from asyncfeed.engine.thread import run_stoppable
 from asyncfeed.errors import ArgumentError, ClosedError, UsageError
 from asyncfeed.memory.budget import Budget, MemoryBudget
 from asyncfeed.planning.catalog import Skipped
+from asyncfeed.planning.passage import Even
 from asyncfeed.planning.plan import Plan
+from asyncfeed.planning.state import State
 from asyncfeed.process import refuse_fork
 from asyncfeed.storage.library import Library
 from asyncfeed.storage.source import AnySource, holds_handle
@@ -59,6 +61,8 @@ class Feed:
         prefetch: partitions that are read ahead; at least 1.
         rank: which share of the utterances is streamed here; by default the environment variable ``RANK``, or 0.
         world_size: into how many shares they are divided; by default ``WORLD_SIZE``, or 1.
+        even: as many items on every rank, known in advance by each without talking: ``"drop"`` leaves out the last frames
+            of those that have more, ``"pad"`` repeats the first ones of those that have fewer; None gives each what it has.
         unreadable: datasets that cannot be streamed and files that cannot be opened are errors (``"raise"``) or are
             left out and listed in ``skipped`` (``"skip"``).
         index: keep the catalog of each file for the next time (``"auto"``) or scan every time (``"off"``).
@@ -79,6 +83,7 @@ class Feed:
         prefetch: int = 1,
         rank: int | None = None,
         world_size: int | None = None,
+        even: Even | None = None,
         unreadable: Literal["raise", "skip"] = "raise",
         index: Literal["auto", "off"] = "auto",
     ) -> None:
@@ -92,6 +97,7 @@ class Feed:
             prefetch=prefetch,
             rank=rank,
             world_size=world_size,
+            even=even,
             unreadable=unreadable,
             index=index,
         )
@@ -101,6 +107,7 @@ class Feed:
         self._session: Session | None = None
         self._closed = False
         self._next_epoch = epoch
+        self._resume: State | None = None
         self._opening, self._stop_opening = threading.Lock(), threading.Event()
         self._pid = os.getpid()
 
@@ -230,16 +237,17 @@ class Feed:
     def start(self, form: Form[Any]) -> Prefetch:
         """For `Stream`: start the next epoch."""
         session = self._opened()
-        return session.start(form, self._take_epoch())
+        return session.start(form, *self._take_epoch(form))
 
     async def start_async(self, form: Form[Any]) -> Prefetch:
         """For `Stream`: start the next epoch, without blocking the event loop."""
         session = await self._opened_async()
-        return await session.start_async(form, self._take_epoch())
+        return await session.start_async(form, *self._take_epoch(form))
 
     def count(self, form: Form[Any]) -> int:
         """For `Stream`: the items of an epoch in a form."""
-        return self._opened().count(form, self.epoch)
+        session = self._opened()
+        return session.count(form, self.epoch, self._resume)
 
     # -- what there is to know -----------------------------------------------------------------------------------
 
@@ -252,11 +260,40 @@ class Feed:
         """Choose which epoch the next iteration is."""
         if epoch < 0:
             raise ArgumentError(f"epoch={epoch} must be at least 0")
-        self._next_epoch = epoch
+        self._next_epoch, self._resume = epoch, None
 
-    def _take_epoch(self) -> int:
-        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
-        return epoch
+    def _take_epoch(self, form: Form[Any]) -> tuple[int, State | None]:
+        """The epoch that is iterated over next, and where in it to begin."""
+        if self._resume is not None:
+            self._resume.check_form(form.describe())
+        epoch, resume = self._next_epoch, self._resume
+        self._next_epoch, self._resume = epoch + 1, None
+        return epoch, resume
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is: a small dict that JSON takes. At any moment, also between two epochs.
+
+        It counts what was handed out, and not what was read ahead. On several ranks, save it after the same number of steps
+        on each; that of one rank then stands for all. Opens the feed, if it is not open.
+        """
+        return self._opened().state(self._next_epoch, self._resume).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved: the next iteration gives the very next item, and then the rest of its epoch.
+
+        Only what is needed for that is read. Partitions get the size they had. The number of ranks may be another one: what
+        was left of the epoch on all ranks is divided anew between those that there are now, each frame once. Opens the
+        feed, if it is not open.
+
+        Raises:
+            StateError: the state is none, or belongs to other data, another seed or order; the message says what differs.
+                Iterating raises it if the form is another one.
+            BudgetError: partitions of that size do not fit into the memory that may be used.
+        """
+        wanted, session = State.from_dict(state), self._opened()
+        session.state(self._next_epoch, None).check(wanted)
+        session.use_partition_nbytes(wanted.partition_nbytes)
+        self._next_epoch, self._resume = wanted.epoch, wanted if wanted.stages else None
 
     @property
     def num_utterances(self) -> int:

@@ -218,13 +218,14 @@ def _blocks(
             while (partition := prefetch.next()) is not None:
                 for block in form.blocks(partition, pace):
                     gate.open()
-                    yield block
+                    yield form.enter(block)
                     gate.shut()  # a second thread in here would end the iteration of the first
                 partition = block = None  # type: ignore[assignment]  # what is referred to does not come back
             for block in form.rest():
                 gate.open()
-                yield block
+                yield form.enter(block)
                 gate.shut()
+            form.finished = True
         finally:
             prefetch.close()
     finally:
@@ -243,7 +244,7 @@ async def _items(
                 gate.open()
                 for block in form.blocks(partition, pace):
                     started = time.perf_counter()
-                    for item in block:
+                    for item in form.enter(block):
                         yield item
                     now = time.perf_counter()
                     pace.lasted(now - started)
@@ -256,8 +257,9 @@ async def _items(
                 gate.shut()
             gate.open()
             for block in form.rest():
-                for item in block:
+                for item in form.enter(block):
                     yield item
+            form.finished = True
         except GeneratorExit:  # collected, or closed by aclose(), which waits
             prefetch.end(ClosedError("the iterator is gone"))
             raise

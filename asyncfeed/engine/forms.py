@@ -7,9 +7,9 @@ Python code but the consumer's own. ``pace.size`` says how many items the next b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice, repeat
-from operator import getitem
+from operator import getitem, length_hint
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -17,9 +17,22 @@ from numpy.typing import NDArray
 
 from asyncfeed.engine.loaded import Array, LoadedPartition, Rows
 from asyncfeed.errors import ArgumentError, ShapeError
+from asyncfeed.planning.passage import Passage
 from asyncfeed.planning.plan import Cut
 
-__all__ = ["Batch", "Batches", "Form", "Pace", "Partitions", "Triplet", "Triplets", "Utterances", "Window", "Windows"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "Block",
+    "Form",
+    "Pace",
+    "Partitions",
+    "Triplet",
+    "Triplets",
+    "Utterances",
+    "Window",
+    "Windows",
+]
 
 Item = TypeVar("Item")
 Triplet: TypeAlias = tuple[str, int, Any]
@@ -52,11 +65,69 @@ class Pace:
             self.size = max(self.size // 2, self.SMALLEST)
 
 
+class Block(Generic[Item]):
+    """Some items, and how many of them have been handed out: counted by a list iterator that they pull along, in C."""
+
+    __slots__ = ("_items", "_left", "num_items")
+
+    def __init__(self, items: Iterator[Item], num_items: int, left: object) -> None:
+        self._items: Iterator[Item] | None = items
+        self.num_items, self._left = num_items, left
+
+    def take(self) -> Iterator[Item]:
+        """The items, once: they refer to the partition, which must not be kept by whoever counts."""
+        items, self._items = self._items, None
+        assert items is not None, "a block is handed out once"
+        return items
+
+    @property
+    def handed_out(self) -> int:
+        """Items that a consumer has got."""
+        return self.num_items - length_hint(self._left)
+
+
 class Form(ABC, Generic[Item]):
-    """One way to iterate over a feed. Holds the state of one epoch, where it has any."""
+    """One way to iterate over a feed. Holds the state of one epoch: how much of it has been handed out, and what more there
+    is."""
 
     def __init__(self, *, shuffle: bool) -> None:
         self.shuffle = shuffle
+        self.finished = False
+        """Whether the consumer knows that there is no more."""
+        self._before = 0
+        self._block: Block[Item] | None = None
+
+    @property
+    def handed_out(self) -> int:
+        """Items of this epoch that the consumer has got, here or before the epoch was resumed here."""
+        return self._before + (self._block.handed_out if self._block is not None else 0)
+
+    def resume(self, items: int) -> None:
+        """So many items were handed out before."""
+        self._before = items
+
+    def enter(self, block: Block[Item]) -> Iterator[Item]:
+        """The items of the next block, which is about to be handed out."""
+        if self._block is not None:
+            self._before += self._block.num_items
+        self._block = block
+        return block.take()
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What has to be the same for a position in it to mean the same."""
+
+    def units(self, items: int) -> int:
+        """The units that so many items take."""
+        return items
+
+    def items(self, units: int) -> int:
+        """The items that so many units give."""
+        return units
+
+    def after(self, passage: Passage, items: int) -> Passage:
+        """What is left of a passage when so many items have been handed out."""
+        return passage.between(self.units(items), passage.num_units)
 
     @property
     @abstractmethod
@@ -64,16 +135,12 @@ class Form(ABC, Generic[Item]):
         """How utterances may be taken apart."""
 
     @abstractmethod
-    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[Item]]:
-        """The items of a partition. Keeps no reference to it afterwards."""
+    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Block[Item]]:
+        """The items of a partition, from its first unit on until its last. Keeps no reference to it afterwards."""
 
-    def rest(self) -> Iterator[Iterable[Item]]:
+    def rest(self) -> Iterator[Block[Item]]:
         """What is left after the last partition."""
         return iter(())
-
-    @abstractmethod
-    def count(self, lengths: NDArray[np.int64]) -> int:
-        """Items that utterances of these lengths give."""
 
 
 class _Frames(NamedTuple):
@@ -114,41 +181,44 @@ class Triplets(Form[Triplet]):
     def cut(self) -> Cut:
         return Cut(unit_nbytes=TABLES_NBYTES if self.shuffle else 0)
 
-    def count(self, lengths: NDArray[np.int64]) -> int:
-        return int(lengths.sum())
+    def describe(self) -> dict[str, Any]:
+        return {"form": "triplets"}
 
-    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[Triplet]]:
+    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Block[Triplet]]:
         return self._shuffled(partition, pace) if self.shuffle else self._in_order(partition, pace)
 
-    def _in_order(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[Triplet]]:
+    def _in_order(self, partition: LoadedPartition, pace: Pace) -> Iterator[Block[Triplet]]:
         lengths, starts = partition.lengths.tolist(), partition.starts.tolist()
         stops = map(int.__add__, starts, lengths)
-        triplets = zip(
-            chain.from_iterable(map(repeat, partition.ids, lengths)),
-            chain.from_iterable(map(range, starts, stops)),
-            _all_frames(partition),
-            strict=False,
-        )
-        left = partition.num_frames
-        while left > 0:
-            size = pace.size
-            yield islice(triplets, size)
-            left -= size
-
-    def _shuffled(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[Triplet]]:
-        look_up, done, total = _Lookup(partition, shuffled=True), 0, partition.order.size
+        done, total = partition.first_unit, min(partition.num_frames, partition.stop_unit)
+        utts = islice(chain.from_iterable(map(repeat, partition.ids, lengths)), done, None)
+        indices = islice(chain.from_iterable(map(range, starts, stops)), done, None)
+        frames = _all_frames(partition, done)
         while done < total:
-            found = look_up(done, done + pace.size)
-            yield zip(found.utts, found.indices.tolist(), _frames_at(partition, found), strict=False)
+            block = list(islice(utts, min(pace.size, total - done)))
+            left = iter(block)
+            yield Block(zip(left, indices, frames, strict=False), len(block), left)
+            done += len(block)
+
+    def _shuffled(self, partition: LoadedPartition, pace: Pace) -> Iterator[Block[Triplet]]:
+        look_up, done = _Lookup(partition, shuffled=True), partition.first_unit
+        total = min(partition.order.size, partition.stop_unit)
+        while done < total:
+            found = look_up(done, min(done + pace.size, total))
+            left = iter(found.utts)
+            items = zip(left, found.indices.tolist(), _frames_at(partition, found), strict=False)
+            yield Block(items, len(found.utts), left)
             done += len(found.utts)
 
 
-def _all_frames(partition: LoadedPartition) -> Iterator[Any]:
-    """Every frame of a partition, in order."""
+def _all_frames(partition: LoadedPartition, first: int) -> Iterator[Any]:
+    """Every frame of a partition from ``first`` on, in order."""
     columns: list[Iterator[Any]] = []
     for field in partition.fields:
         rows = field.rows
-        columns.append(iter(rows) if rows is not None else chain.from_iterable(field.arrays))
+        columns.append(
+            iter(rows[first:]) if rows is not None else islice(chain.from_iterable(field.arrays), first, None)
+        )
     return _named(partition, columns)
 
 
@@ -181,16 +251,17 @@ class Utterances(Form[tuple[str, Rows]]):
     def cut(self) -> Cut:
         return Cut(whole=True)
 
-    def count(self, lengths: NDArray[np.int64]) -> int:
-        return lengths.size
+    def describe(self) -> dict[str, Any]:
+        return {"form": "utterances"}
 
-    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[tuple[str, Rows]]]:
-        utterances = zip(partition.ids, partition.arrays, strict=True)
-        left = len(partition)
-        while left > 0:
-            size = pace.size
-            yield islice(utterances, size)
-            left -= size
+    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Block[tuple[str, Rows]]]:
+        done, total = partition.first_unit, min(len(partition), partition.stop_unit)
+        arrays = islice(partition.arrays, done, None)
+        while done < total:
+            utts = partition.ids[done : min(done + pace.size, total)]
+            left = iter(utts)
+            yield Block(zip(left, arrays, strict=False), len(utts), left)
+            done += len(utts)
 
 
 class Partitions(Form[LoadedPartition]):
@@ -200,11 +271,21 @@ class Partitions(Form[LoadedPartition]):
     def cut(self) -> Cut:
         return Cut()
 
-    def count(self, lengths: NDArray[np.int64]) -> int:
+    def describe(self) -> dict[str, Any]:
+        return {"form": "partitions"}
+
+    def units(self, items: int) -> int:
+        raise TypeError("partitions have no common size")
+
+    def items(self, units: int) -> int:
         raise TypeError("how many partitions there are is in feed.plan")
 
-    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[LoadedPartition]]:
-        yield (partition,)
+    def after(self, passage: Passage, items: int) -> Passage:
+        return passage.pieces(items)
+
+    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Block[LoadedPartition]]:
+        left = iter([partition])
+        yield Block(left, 1, left)
 
 
 class Window(NamedTuple):
@@ -239,20 +320,21 @@ class Windows(Form[Window]):
     def cut(self) -> Cut:
         return Cut(self.length, self.hop, self.pad, unit_nbytes=TABLES_NBYTES if self.shuffle else 0)
 
-    def count(self, lengths: NDArray[np.int64]) -> int:
-        return int(self.cut.count(lengths).sum())
+    def describe(self) -> dict[str, Any]:
+        return {"form": "windows", "length": self.length, "hop": self.hop, "pad": self.pad}
 
-    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[Window]]:
+    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Block[Window]]:
         counts = self.cut.count(partition.lengths)
         first = np.cumsum(counts) - counts  # number of every utterance's first window
-        total, done = int(counts.sum()), 0
+        total, done = min(int(counts.sum()), partition.stop_unit), partition.first_unit
         owner_of = partition.owners if self.shuffle else np.repeat(np.arange(counts.size), counts)
         while done < total:
             stop = min(done + pace.size, total)
             units = partition.order[done:stop] if self.shuffle else np.arange(done, stop)
             owners = owner_of[done:stop]
             starts = (units - first[owners]) * self.hop
-            yield map(self._window, repeat(partition), owners.tolist(), starts.tolist())
+            left = iter(owners.tolist())
+            yield Block(map(self._window, repeat(partition), left, starts.tolist()), stop - done, left)
             done = stop
 
     def _window(self, partition: LoadedPartition, owner: int, start: int) -> Window:
@@ -317,13 +399,18 @@ class Batches(Form[Batch]):
     def cut(self) -> Cut:
         return Cut(unit_nbytes=TABLES_NBYTES if self.shuffle else 0)
 
-    def count(self, lengths: NDArray[np.int64]) -> int:
-        frames = int(lengths.sum())
-        return frames // self.size if self.drop_last else -(-frames // self.size)
+    def describe(self) -> dict[str, Any]:
+        return {"form": "batches", "size": self.size, "drop_last": self.drop_last}
 
-    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Iterable[Batch]]:
-        total, done = partition.num_frames, 0
-        if not total:
+    def units(self, items: int) -> int:
+        return items * self.size
+
+    def items(self, units: int) -> int:
+        return units // self.size if self.drop_last else -(-units // self.size)
+
+    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Block[Batch]]:
+        total, done = min(partition.num_frames, partition.stop_unit), partition.first_unit
+        if done >= total:
             return
         columns = [partition.uniform(field) for field in partition.fields]
         self._check(partition, columns)
@@ -339,10 +426,10 @@ class Batches(Form[Batch]):
                 gathering.add(look_up(done, stop), columns)
                 if len(gathering.utts) == self.size:
                     self._gathering = None
-                    yield (gathering.batch(partition.names),)
+                    yield _one(gathering.batch(partition.names))
             done = stop
 
-    def _whole(self, found: _Frames, columns: list[Array], names: tuple[str, ...] | None) -> Iterator[Batch]:
+    def _whole(self, found: _Frames, columns: list[Array], names: tuple[str, ...] | None) -> Block[Batch]:
         """Batches that one partition fills. What can be looked up for many at once has been.
 
         Not a generator, which a second consumer could not enter while the first is in it.
@@ -355,12 +442,14 @@ class Batches(Form[Batch]):
             gathered = [column.take(rows, axis=0, mode="clip") for column in columns]
             return _batch(found.utts[span], found.indices[span], gathered, names)
 
-        return map(gather, range(0, len(found.utts), self.size))
+        starts = range(0, len(found.utts), self.size)
+        left = iter(starts)
+        return Block(map(gather, left), len(starts), left)
 
-    def rest(self) -> Iterator[Iterable[Batch]]:
+    def rest(self) -> Iterator[Block[Batch]]:
         gathering, self._gathering = self._gathering, None
         if gathering is not None and not self.drop_last:
-            yield (gathering.batch(self._names),)
+            yield _one(gathering.batch(self._names))
 
     def _check(self, partition: LoadedPartition, columns: list[Array]) -> None:
         """Raise `ShapeError` if frames of this partition do not fit those of the ones before."""
@@ -373,6 +462,11 @@ class Batches(Form[Batch]):
                 f"utterance {partition.ids[partition.first]!r} has frames of {_show(kinds)}, but {self._like[0]!r} has "
                 f"{_show(self._like[1])}; one batch cannot hold both: leave one sort out with excludes="
             )
+
+
+def _one(batch: Batch) -> Block[Batch]:
+    left = iter([batch])
+    return Block(left, 1, left)
 
 
 def _batch(utts: list[str], indices: NDArray[np.int64], columns: list[Array], names: tuple[str, ...] | None) -> Batch:

@@ -23,7 +23,7 @@ from asyncfeed.engine.signal import Signal
 from asyncfeed.engine.statistics import Statistics
 from asyncfeed.errors import AsyncFeedError, ClosedError, ReadError
 from asyncfeed.memory.pool import SegmentPool
-from asyncfeed.planning.plan import Plan
+from asyncfeed.planning.passage import Passage
 from asyncfeed.process import refuse_fork
 from asyncfeed.storage.library import Library
 
@@ -75,12 +75,12 @@ class _Exchange:
 
 
 def _read_ahead(
-    exchange: _Exchange, library: Library, make_plan: Callable[[], Plan], statistics: Statistics, leave: _Leave
+    exchange: _Exchange, library: Library, plan_passage: Callable[[], Passage], statistics: Statistics, leave: _Leave
 ) -> None:
     """The reader thread: walks the plan by itself and tells the consumer once per partition."""
     try:
         with contextlib.closing(Loader(library, exchange.stopped)) as exchange.loader:
-            _read_partitions(exchange, exchange.loader, make_plan(), statistics)
+            _read_partitions(exchange, exchange.loader, plan_passage(), statistics)
     except AsyncFeedError as error:
         exchange.publish(_without_views(error))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must hear of it
@@ -102,9 +102,9 @@ def _without_views(error: AsyncFeedError) -> AsyncFeedError:
     return error
 
 
-def _read_partitions(exchange: _Exchange, loader: Loader, plan: Plan, statistics: Statistics) -> None:
+def _read_partitions(exchange: _Exchange, loader: Loader, passage: Passage, statistics: Statistics) -> None:
     pool = exchange.pool
-    for partition in plan:
+    for plan, partition in passage:
         anchor = pool.take(exchange.stopped, exchange.starving)
         if anchor is None:
             return
@@ -170,7 +170,7 @@ class Prefetch:
     """
 
     def __init__(
-        self, library: Library, make_plan: Callable[[], Plan], pool: SegmentPool, statistics: Statistics
+        self, library: Library, plan_passage: Callable[[], Passage], pool: SegmentPool, statistics: Statistics
     ) -> None:
         self.statistics = statistics
         self._exchange = exchange = _Exchange(pool)
@@ -178,7 +178,7 @@ class Prefetch:
         self._over = False
         self._handed_over = time.perf_counter()
         thread = threading.Thread(
-            target=lambda: _read_ahead(exchange, library, make_plan, statistics, leave),
+            target=lambda: _read_ahead(exchange, library, plan_passage, statistics, leave),
             name="asyncfeed-reader",
             daemon=True,  # the interpreter waits for other threads before it calls its exit hooks
         )

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import tqdm
 
 from asyncfeed.engine.forms import TABLES_NBYTES, Form
 from asyncfeed.engine.prefetch import Prefetch
 from asyncfeed.engine.settings import Settings
 from asyncfeed.engine.statistics import Statistics
-from asyncfeed.errors import ClosedError, ConsumerError
+from asyncfeed.errors import BudgetError, ClosedError, ConsumerError
 from asyncfeed.memory.budget import measure, resolve
 from asyncfeed.memory.pool import SegmentPool
 from asyncfeed.memory.segment import MAKERS, NAMED_MOUNT, pick_maker
+from asyncfeed.planning.passage import Passage, Stage, even_count, go_through, make_even
 from asyncfeed.planning.plan import Cut, Plan, make_plan, needed_nbytes, share_of_rank
+from asyncfeed.planning.state import State
 from asyncfeed.storage.library import open_library
 from asyncfeed.storage.scan import Progress
-from asyncfeed.units import PAGE_NBYTES
+from asyncfeed.units import PAGE_NBYTES, format_nbytes
 
 __all__ = ["Session"]
 
@@ -54,7 +59,7 @@ class Session:
             )
         maker = pick_maker()
         self._may_use = partial(measure, mount=NAMED_MOUNT if maker == "named" else None)
-        needed = needed_nbytes(self.library.corpus, TABLES_NBYTES if settings.shuffle else 0)
+        needed = self._needed = needed_nbytes(self.library.corpus, TABLES_NBYTES if settings.shuffle else 0)
         self.budget = resolve(
             settings.memory_budget, needed=needed, prefetch=settings.prefetch, measured=self._may_use()
         )
@@ -65,6 +70,8 @@ class Session:
         self._pool = self._new_pool()
         self._pass: Prefetch | None = None
         self._pass_epoch = 0
+        self._form: Form[Any] | None = None
+        self._stages: tuple[Stage, ...] = ()
         self._closed = False
         self._starting = threading.Lock()
 
@@ -76,6 +83,9 @@ class Session:
 
     def plan(self, cut: Cut, epoch: int) -> Plan:
         """The plan of an epoch for a form that cuts utterances like this."""
+        return self._plan_of(cut, epoch, self.settings.rank, self.settings.world_size)
+
+    def _plan_of(self, cut: Cut, epoch: int, rank: int, world_size: int) -> Plan:
         s = self.settings
         return make_plan(
             self.library.corpus,
@@ -83,28 +93,69 @@ class Session:
             shuffle=s.shuffle,
             seed=s.seed,
             epoch=epoch,
-            rank=s.rank,
-            world_size=s.world_size,
+            rank=rank,
+            world_size=world_size,
             cut=cut,
             segments=s.prefetch + 1,
         )
 
-    def count(self, form: Form[Any], epoch: int) -> int:
-        """Items that an epoch gives on this rank."""
-        s, corpus = self.settings, self.library.corpus
-        lengths = corpus.catalogs[0].length if form.cut.whole else corpus.lengths
-        if s.world_size > 1:
-            lengths = lengths[
-                share_of_rank(
-                    len(corpus), shuffle=s.shuffle, seed=s.seed, epoch=epoch, rank=s.rank, world_size=s.world_size
-                )
-            ]
-        return form.count(lengths)
+    def _passage(self, form: Form[Any], epoch: int, stages: Sequence[Stage], items: int) -> Passage:
+        """What is gone through on this rank, after the stages that are over, and so many items of this one."""
+        s = self.settings
+        if s.even is None and not stages:
+            return form.after(Passage.of(self.plan(form.cut, epoch)), items)
+        first = stages[0].world_size if stages else s.world_size
+        passages = [Passage.of(self._plan_of(form.cut, epoch, rank, first)) for rank in range(first)]
+        if s.even is not None:
+            passages = make_even(passages, s.even)
+        if stages:
+            passages = go_through(passages, stages, s.world_size)
+            passages = passages if s.even is None else make_even(passages, s.even)
+        return form.after(passages[s.rank], items)
+
+    def count(self, form: Form[Any], epoch: int, resume: State | None) -> int:
+        """Items that an epoch, or what is left of it, gives on this rank."""
+        s, corpus, cut = self.settings, self.library.corpus, form.cut
+        if resume is not None and resume.stages:
+            return form.items(self._passage(form, epoch, *resume.on(s.world_size)).num_units)
+        order = share_of_rank(len(corpus), shuffle=s.shuffle, seed=s.seed, epoch=epoch, rank=0, world_size=1)
+        units = np.ones_like(order) if cut.whole else cut.count(corpus.lengths[order])
+        if s.even is not None:
+            return form.items(even_count(int(units.sum()), s.even, s.world_size))
+        return form.items(int(units[s.rank :: s.world_size].sum()))
+
+    # -- positions -----------------------------------------------------------------------------------------------
+
+    def state(self, next_epoch: int, resume: State | None) -> State:
+        """Where the consumer is."""
+        s = self.settings
+        fixed = (self.library.corpus.fingerprint, s.shuffle, s.seed, s.even, self.budget.partition_nbytes)
+        if self._form is None or self._form.finished or resume is not None:
+            return State(*fixed, next_epoch, {}) if resume is None else resume
+        items = self._form.handed_out
+        stages = (*self._stages, Stage(s.world_size, self._form.units(items)))
+        return State(*fixed, self._pass_epoch, self._form.describe(), stages, items)
+
+    def use_partition_nbytes(self, nbytes: int) -> None:
+        """Plan with partitions of another size, that of a state. Raises `BudgetError` if there is not so much memory."""
+        if nbytes == self.budget.partition_nbytes:
+            return
+        total, may_use = nbytes * (self.settings.prefetch + 1), self._may_use().available
+        if total > may_use:
+            raise BudgetError(
+                f"the state was saved with partitions of {format_nbytes(nbytes)}, which take {format_nbytes(total)} together, "
+                f"and this process may use {format_nbytes(may_use)}; free memory, or begin the epoch anew with set_epoch()"
+            )
+        self.budget = replace(
+            self.budget, nbytes=total, partition_nbytes=nbytes, reason="as in the state that was loaded"
+        )
+        self.segment_nbytes = _whole_pages(min(nbytes, self._needed))
+        self._pool = self._new_pool()
 
     # -- passes --------------------------------------------------------------------------------------------------
 
-    def start(self, form: Form[Any], epoch: int) -> Prefetch:
-        """Start an epoch, after ending the one that is under way.
+    def start(self, form: Form[Any], epoch: int, resume: State | None = None) -> Prefetch:
+        """Start an epoch, or go on with one, after ending the one that is under way.
 
         Raises:
             ClosedError: the session was closed meanwhile.
@@ -112,15 +163,15 @@ class Session:
         while True:
             earlier = self._pass
             ended = earlier is None or self._replaced(earlier).close()
-            if (started := self._started(form, epoch, earlier, ended)) is not None:
+            if (started := self._started(form, epoch, resume, earlier, ended)) is not None:
                 return started
 
-    async def start_async(self, form: Form[Any], epoch: int) -> Prefetch:
+    async def start_async(self, form: Form[Any], epoch: int, resume: State | None = None) -> Prefetch:
         """Like `start`, without blocking the event loop while the pass before ends."""
         while True:
             earlier = self._pass
             ended = earlier is None or await self._replaced(earlier).aclose()
-            if (started := self._started(form, epoch, earlier, ended)) is not None:
+            if (started := self._started(form, epoch, resume, earlier, ended)) is not None:
                 return started
 
     def close(self) -> None:
@@ -141,7 +192,9 @@ class Session:
         finally:
             self._give_back()
 
-    def _started(self, form: Form[Any], epoch: int, earlier: Prefetch | None, ended: bool) -> Prefetch | None:
+    def _started(
+        self, form: Form[Any], epoch: int, resume: State | None, earlier: Prefetch | None, ended: bool
+    ) -> Prefetch | None:
         """Start a pass; None if another one was started while ``earlier`` was waited for, and must be ended first.
 
         A pool has one reader at a time. A reader that is stuck in the file system does not let go of its own.
@@ -153,8 +206,11 @@ class Session:
                 return None
             if not ended:
                 self._pool = self._new_pool()
-            self._pass = Prefetch(self.library, partial(self.plan, form.cut, epoch), self._pool, self.statistics)
-            self._pass_epoch = epoch
+            self._stages, items = ((), 0) if resume is None else resume.on(self.settings.world_size)
+            form.resume(items)
+            passage = partial(self._passage, form, epoch, self._stages, items)
+            self._pass = Prefetch(self.library, passage, self._pool, self.statistics)
+            self._pass_epoch, self._form = epoch, form
             return self._pass
 
     def _shut(self) -> Prefetch | None:

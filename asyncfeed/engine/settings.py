@@ -10,6 +10,7 @@ from typing import Literal
 
 from asyncfeed.errors import ArgumentError
 from asyncfeed.memory.budget import MemoryBudget, check_request
+from asyncfeed.planning.passage import Even
 from asyncfeed.storage.source import AnySource, anchored
 
 __all__ = ["Settings"]
@@ -28,6 +29,7 @@ class Settings:
     prefetch: int
     rank: int
     world_size: int
+    even: Even | None
     unreadable: Literal["raise", "skip"]
     index: Literal["auto", "off"]
 
@@ -44,6 +46,7 @@ class Settings:
         prefetch: int,
         rank: int | None,
         world_size: int | None,
+        even: Even | None,
         unreadable: Literal["raise", "skip"],
         index: Literal["auto", "off"],
     ) -> Settings:
@@ -66,6 +69,8 @@ class Settings:
             if isinstance(value, str | bytes):
                 raise ArgumentError(f"{name}={value!r} is one string; pass a list of utterance ids: {name}=[{value!r}]")
         check_request(memory_budget)
+        if even is not None:
+            _one_of("even", even, ("drop", "pad"))
         _one_of("unreadable", unreadable, ("raise", "skip"))
         _one_of("index", index, ("auto", "off"))
         return cls(
@@ -78,6 +83,7 @@ class Settings:
             prefetch=_whole("prefetch", prefetch, 1),
             rank=rank,
             world_size=world_size,
+            even=even,
             unreadable=unreadable,
             index=index,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,6 +65,19 @@ class Corpus:
                     f"({wrong.size} such utterances); use feed.utterances(), or leave them out with excludes="
                 )
         return first[1].length
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of what there is to stream: ids, lengths, and what frames look like. Where the files lie does not matter."""
+        state = hashlib.blake2b(digest_size=16)
+        state.update(self.ids.blob.tobytes())
+        state.update(self.ids.ends.astype("<i8").tobytes())
+        for name, catalog in self.fields.items():
+            kinds = [str(kind) for kind in catalog.kinds]
+            state.update(repr((name, kinds)).encode())
+            state.update(catalog.length.astype("<i8").tobytes())
+            state.update(catalog.kind.astype("<i4").tobytes())
+        return state.hexdigest()
 
     @cached_property
     def mixed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -64,6 +65,10 @@ class Partition:
     """One past its last frame."""
     nbytes: int
     """Bytes of memory it takes, tables and alignment included: an upper bound."""
+    first_unit: int = 0
+    """Units at its beginning that are not handed out: they were, before the epoch was resumed."""
+    stop_unit: int = sys.maxsize
+    """One past the last unit that is handed out; the others are another rank's, or dropped."""
 
     def __len__(self) -> int:
         return self.utts.size
@@ -131,6 +136,12 @@ class Plan(Sequence[Partition]):
         return (self.partition_nbytes, self.shuffle, self.seed, self.epoch, self.rank, self.world_size, self.cut)
 
     @property
+    def num_units(self) -> Integers:
+        """Units of every partition."""
+        counts = np.ones_like(self.utts) if self.cut.whole else self.cut.count(self.stops - self.starts)
+        return np.diff(np.concatenate(([0], np.cumsum(counts)))[self.edges])
+
+    @property
     def num_utterances(self) -> int:
         """Utterances of the epoch on this rank; one that was cut counts once."""
         return int(np.count_nonzero(self.starts == 0))
@@ -147,7 +158,7 @@ class Plan(Sequence[Partition]):
 
     def draws(self, partition: Partition) -> np.random.Generator:
         """The random stream that shuffles the units of a partition."""
-        return generator(self.seed, self.epoch, Purpose.FRAMES, partition.number)
+        return generator(self.seed, self.epoch, Purpose.FRAMES, partition.number, self.rank)
 
     def __str__(self) -> str:
         order = f"shuffled with seed {self.seed}" if self.shuffle else "in file order"
