@@ -20,6 +20,7 @@ from asyncfeed.engine.thread import run_stoppable
 from asyncfeed.errors import ArgumentError, ClosedError, UsageError
 from asyncfeed.memory.budget import Budget, MemoryBudget
 from asyncfeed.planning.catalog import Skipped
+from asyncfeed.planning.orders import BLOCK_NBYTES, Shuffle
 from asyncfeed.planning.passage import Even
 from asyncfeed.planning.plan import Plan
 from asyncfeed.planning.state import State
@@ -53,8 +54,13 @@ class Feed:
         memory_budget: of all shared memory together: ``"auto"``, a size (``"2g"``, ``"512MiB"``, bytes), a share of what
             may be used (``"25%"``), or a `MemoryBudget` that several feeds share. A partition gets
             ``budget / (prefetch + 1)``. ``"auto"`` is a power of two, at most 1 GiB.
-        shuffle: utterances in random order over the epoch, and frames in random order within each partition; or all in
-            file order, which is the order in which h5py lists them.
+        shuffle: True (or ``"utterance"``): utterances in random order over the epoch, and frames in random order within
+            each partition. ``"block"``: blocks of neighbours in the file in random order, which disks read faster, and
+            frames in random order within each partition. ``"interleave"``: like that, and the utterances of all blocks of
+            a partition in random order, too. False: all in file order, which is the order in which h5py lists them. A
+            sequence of ids: these, in this order, frames in order. A mapping of ids to weights: as many as there are
+            utterances are drawn, with replacement, and frames in random order within each partition.
+        block_size: of those blocks.
         seed: of all random order, which depends on it, the epoch and the partition size alone.
         includes: ids to stream; unknown ones are ignored. Goes before ``excludes``. Empty means none.
         excludes: ids to leave out.
@@ -76,7 +82,8 @@ class Feed:
         source: AnySource,
         *,
         memory_budget: int | str | MemoryBudget = "auto",
-        shuffle: bool = True,
+        shuffle: Shuffle = True,
+        block_size: int | str = BLOCK_NBYTES,
         seed: int = 0,
         includes: Collection[str] | None = None,
         excludes: Collection[str] | None = None,
@@ -91,6 +98,7 @@ class Feed:
             source,
             memory_budget=memory_budget,
             shuffle=shuffle,
+            block_size=block_size,
             seed=seed,
             includes=includes,
             excludes=excludes,
@@ -198,14 +206,14 @@ class Feed:
         return len(self._triplets())
 
     def _triplets(self) -> Stream[Triplet]:
-        return Stream(self, partial(Triplets, shuffle=self._settings.shuffle))
+        return Stream(self, partial(Triplets, shuffle=self._settings.order.shuffles))
 
     def utterances(self) -> Stream[tuple[str, Rows]]:
         """Whole utterances: ``(utt, array)``, with ``array`` of shape ``(length, *frame shape)``, or a dict of such.
 
         Never copies. Iterating raises `BudgetError` if an utterance is larger than a partition.
         """
-        return Stream(self, partial(Utterances, shuffle=self._settings.shuffle))
+        return Stream(self, partial(Utterances, shuffle=self._settings.order.shuffles))
 
     def batches(self, size: int, *, drop_last: bool = False) -> Stream[Batch]:
         """Single frames gathered into batches of exactly ``size``; the last one may be smaller, or is dropped.
@@ -215,7 +223,7 @@ class Feed:
         """
         if size < 1:
             raise ArgumentError(f"batches of {size} frames make no sense; give at least 1")
-        return Stream(self, partial(Batches, size, drop_last, shuffle=self._settings.shuffle))
+        return Stream(self, partial(Batches, size, drop_last, shuffle=self._settings.order.shuffles))
 
     def windows(self, length: int, hop: int | None = None, *, pad: bool = False) -> Stream[Window]:
         """``length`` consecutive frames of one utterance, every ``hop`` frames (by default, ``length``).
@@ -228,11 +236,11 @@ class Feed:
             raise ArgumentError(
                 f"windows of length={length} every hop={hop} frames make no sense; both must be positive"
             )
-        return Stream(self, partial(Windows, length, hop, pad, shuffle=self._settings.shuffle))
+        return Stream(self, partial(Windows, length, hop, pad, shuffle=self._settings.order.shuffles))
 
     def partitions(self) -> Stream[LoadedPartition]:
         """Whole partitions: what is in memory at a time, in utterance order. Never copies."""
-        return Stream(self, partial(Partitions, shuffle=self._settings.shuffle))
+        return Stream(self, partial(Partitions, shuffle=self._settings.order.shuffles))
 
     def start(self, form: Form[Any]) -> Prefetch:
         """For `Stream`: start the next epoch."""
@@ -298,7 +306,7 @@ class Feed:
     @property
     def num_utterances(self) -> int:
         """Utterances of an epoch on this rank, those without frames included."""
-        return self.count(Utterances(shuffle=self._settings.shuffle))
+        return self.count(Utterances(shuffle=self._settings.order.shuffles))
 
     @property
     def nbytes(self) -> int:
@@ -308,7 +316,7 @@ class Feed:
     @property
     def plan(self) -> Plan:
         """The plan of the epoch (see ``epoch``) for triplets. Windows and whole utterances may divide it elsewhere."""
-        return self._opened().plan(Triplets(shuffle=self._settings.shuffle).cut, self.epoch)
+        return self._opened().plan(Triplets(shuffle=self._settings.order.shuffles).cut, self.epoch)
 
     @property
     def budget(self) -> Budget:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import tqdm
 
 from asyncfeed.engine.forms import TABLES_NBYTES, Form
@@ -21,7 +20,7 @@ from asyncfeed.memory.budget import measure, resolve
 from asyncfeed.memory.pool import SegmentPool
 from asyncfeed.memory.segment import MAKERS, NAMED_MOUNT, pick_maker
 from asyncfeed.planning.passage import Passage, Stage, even_count, go_through, make_even
-from asyncfeed.planning.plan import Cut, Plan, make_plan, needed_nbytes, share_of_rank
+from asyncfeed.planning.plan import Cut, Plan, make_plan, needed_nbytes
 from asyncfeed.planning.state import State
 from asyncfeed.storage.library import open_library
 from asyncfeed.storage.scan import Progress
@@ -59,7 +58,7 @@ class Session:
             )
         maker = pick_maker()
         self._may_use = partial(measure, mount=NAMED_MOUNT if maker == "named" else None)
-        needed = self._needed = needed_nbytes(self.library.corpus, TABLES_NBYTES if settings.shuffle else 0)
+        needed = self._needed = needed_nbytes(self.library.corpus, TABLES_NBYTES if settings.order.shuffles else 0)
         self.budget = resolve(
             settings.memory_budget, needed=needed, prefetch=settings.prefetch, measured=self._may_use()
         )
@@ -90,7 +89,7 @@ class Session:
         return make_plan(
             self.library.corpus,
             partition_nbytes=self.budget.partition_nbytes,
-            shuffle=s.shuffle,
+            shuffle=s.order,
             seed=s.seed,
             epoch=epoch,
             rank=rank,
@@ -118,18 +117,17 @@ class Session:
         s, corpus, cut = self.settings, self.library.corpus, form.cut
         if resume is not None and resume.stages:
             return form.items(self._passage(form, epoch, *resume.on(s.world_size)).num_units)
-        order = share_of_rank(len(corpus), shuffle=s.shuffle, seed=s.seed, epoch=epoch, rank=0, world_size=1)
-        units = np.ones_like(order) if cut.whole else cut.count(corpus.lengths[order])
-        if s.even is not None:
-            return form.items(even_count(int(units.sum()), s.even, s.world_size))
-        return form.items(int(units[s.rank :: s.world_size].sum()))
+        rank, world_size = (s.rank, s.world_size) if s.even is None else (0, 1)
+        utts = s.order.share(corpus, seed=s.seed, epoch=epoch, rank=rank, world_size=world_size)
+        units = utts.size if cut.whole else int(cut.count(corpus.lengths[utts]).sum())
+        return form.items(units if s.even is None else even_count(units, s.even, s.world_size))
 
     # -- positions -----------------------------------------------------------------------------------------------
 
     def state(self, next_epoch: int, resume: State | None) -> State:
         """Where the consumer is."""
         s = self.settings
-        fixed = (self.library.corpus.fingerprint, s.shuffle, s.seed, s.even, self.budget.partition_nbytes)
+        fixed = (self.library.corpus.fingerprint, s.order.describe(), s.seed, s.even, self.budget.partition_nbytes)
         if self._form is None or self._form.finished or resume is not None:
             return State(*fixed, next_epoch, {}) if resume is None else resume
         items = self._form.handed_out

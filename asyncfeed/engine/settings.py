@@ -10,8 +10,10 @@ from typing import Literal
 
 from asyncfeed.errors import ArgumentError
 from asyncfeed.memory.budget import MemoryBudget, check_request
+from asyncfeed.planning.orders import Order, Shuffle
 from asyncfeed.planning.passage import Even
 from asyncfeed.storage.source import AnySource, anchored
+from asyncfeed.units import parse_nbytes
 
 __all__ = ["Settings"]
 
@@ -22,7 +24,7 @@ class Settings:
 
     source: AnySource
     memory_budget: int | str | MemoryBudget
-    shuffle: bool
+    order: Order
     seed: int
     includes: Collection[str] | None
     excludes: Collection[str] | None
@@ -39,7 +41,8 @@ class Settings:
         source: AnySource,
         *,
         memory_budget: int | str | MemoryBudget,
-        shuffle: bool,
+        shuffle: Shuffle,
+        block_size: int | str,
         seed: int,
         includes: Collection[str] | None,
         excludes: Collection[str] | None,
@@ -63,8 +66,6 @@ class Settings:
         world_size = _whole("world_size", _from_environment("WORLD_SIZE", 1) if world_size is None else world_size, 1)
         if rank >= world_size:
             raise ArgumentError(f"rank={rank} is not below world_size={world_size}; ranks count from 0")
-        if not isinstance(shuffle, bool):
-            raise ArgumentError(f"shuffle={shuffle!r} is neither True nor False")
         for name, value in (("includes", includes), ("excludes", excludes)):
             if isinstance(value, str | bytes):
                 raise ArgumentError(f"{name}={value!r} is one string; pass a list of utterance ids: {name}=[{value!r}]")
@@ -76,7 +77,7 @@ class Settings:
         return cls(
             source=anchored(source),
             memory_budget=memory_budget,
-            shuffle=shuffle,
+            order=Order.of(shuffle, _block_nbytes(block_size)),
             seed=_whole("seed", seed),
             includes=None if includes is None else frozenset(includes),
             excludes=None if excludes is None else frozenset(excludes),
@@ -87,6 +88,13 @@ class Settings:
             unreadable=unreadable,
             index=index,
         )
+
+
+def _block_nbytes(size: int | str) -> int:
+    nbytes = parse_nbytes(size)
+    if nbytes < 1:
+        raise ArgumentError(f"block_size={size!r} must be at least one byte")
+    return nbytes
 
 
 def _whole(name: str, value: object, least: int = 0) -> int:

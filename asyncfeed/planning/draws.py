@@ -16,6 +16,12 @@ class Purpose(enum.IntEnum):
     """The order of the utterances over an epoch."""
     FRAMES = 2
     """The order of frames, or windows, within a partition."""
+    BLOCKS = 3
+    """The order of blocks of neighbouring utterances."""
+    RESIDENT = 4
+    """The order of the utterances within a partition, where several blocks are in it."""
+    WEIGHTS = 5
+    """Which utterances are drawn, where they have weights."""
 
 
 def generator(seed: int, epoch: int, purpose: Purpose, partition: int = 0, rank: int = 0) -> np.random.Generator:
@@ -24,4 +30,5 @@ def generator(seed: int, epoch: int, purpose: Purpose, partition: int = 0, rank:
     Philox-4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), keyed through numpy's
     SeedSequence, so that neighbouring keys give unrelated streams on every platform.
     """
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch, int(purpose), partition, rank))))
+    key = (seed, epoch, int(purpose), partition, *([rank] if rank else []))
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import overload
 
 import numpy as np
@@ -13,15 +14,26 @@ from numpy.typing import NDArray
 from asyncfeed.errors import BudgetError
 from asyncfeed.planning.corpus import Corpus
 from asyncfeed.planning.draws import Purpose, generator
+from asyncfeed.planning.mixing import Mixing, mixing_of
+from asyncfeed.planning.orders import Order
 from asyncfeed.units import MIB, PAGE_NBYTES, format_nbytes
 
-__all__ = ["ALIGNMENT", "Cut", "Partition", "Plan", "make_plan", "needed_nbytes", "share_of_rank"]
+__all__ = ["ALIGNMENT", "Cut", "Partition", "Plan", "make_plan", "needed_nbytes"]
 
 ALIGNMENT = 64
 """Arrays in a segment start at multiples of this: a cache line, and what vector instructions like."""
 
 FIRST_PARTITION_NBYTES = 16 * MIB
 """The first partition is this small and every next one twice as large, so that the first frame comes early."""
+
+ORDERS = {
+    "file": "in file order",
+    "utterance": "shuffled with seed {seed}",
+    "block": "in random blocks with seed {seed}",
+    "interleave": "interleaved from random blocks with seed {seed}",
+    "own": "in an order of your own",
+    "weighted": "drawn by weights with seed {seed}",
+}
 
 Integers = NDArray[np.int64]
 
@@ -99,12 +111,23 @@ class Plan(Sequence[Partition]):
     """Bytes of every partition."""
     partition_nbytes: int
     """What no partition exceeds."""
-    shuffle: bool
+    order: Order
     seed: int
     epoch: int
     rank: int
     world_size: int
     cut: Cut
+    corpus: Corpus
+    """What ``utts`` are rows of."""
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether the units of a partition come in random order."""
+        return self.order.shuffles
+
+    def mixing(self) -> Mixing:
+        """How well this order mixes, as one number, and the random reads that it costs."""
+        return mixing_of(self)
 
     def __len__(self) -> int:
         return self.sizes.size
@@ -133,7 +156,7 @@ class Plan(Sequence[Partition]):
     __hash__ = None  # type: ignore[assignment]
 
     def _settings(self) -> tuple[object, ...]:
-        return (self.partition_nbytes, self.shuffle, self.seed, self.epoch, self.rank, self.world_size, self.cut)
+        return (self.partition_nbytes, self.order, self.seed, self.epoch, self.rank, self.world_size, self.cut)
 
     @property
     def num_units(self) -> Integers:
@@ -161,7 +184,7 @@ class Plan(Sequence[Partition]):
         return generator(self.seed, self.epoch, Purpose.FRAMES, partition.number, self.rank)
 
     def __str__(self) -> str:
-        order = f"shuffled with seed {self.seed}" if self.shuffle else "in file order"
+        order = ORDERS[self.order.kind].format(seed=self.seed)
         ranks = f", rank {self.rank} of {self.world_size}" if self.world_size > 1 else ""
         return (
             f"epoch {self.epoch}{ranks}: {self.num_utterances} utterances, {self.num_frames} frames, {order}, in "
@@ -174,7 +197,7 @@ def make_plan(
     corpus: Corpus,
     *,
     partition_nbytes: int,
-    shuffle: bool = True,
+    shuffle: bool | Order = True,
     seed: int = 0,
     epoch: int = 0,
     rank: int = 0,
@@ -191,7 +214,8 @@ def make_plan(
         BudgetError: an utterance (or a single unit of it, where it may be cut) is larger than a partition.
         FieldMismatchError: utterances would have to be cut into frames, but their fields differ in length.
     """
-    utts = share_of_rank(len(corpus), shuffle=shuffle, seed=seed, epoch=epoch, rank=rank, world_size=world_size)
+    order = shuffle if isinstance(shuffle, Order) else Order.of(shuffle)
+    utts = order.share(corpus, seed=seed, epoch=epoch, rank=rank, world_size=world_size)
     room = partition_nbytes - ALIGNMENT * (len(corpus.fields) + 1)
     lengths = (corpus.catalogs[0].length if cut.whole else corpus.lengths)[utts]
     units = np.zeros_like(lengths) if cut.whole else cut.count(lengths)
@@ -210,15 +234,19 @@ def make_plan(
         pieces = _cut(corpus, utts, lengths, units, charge, large, room, cut)
         utts, starts, stops, charge = (pieces.utts, pieces.starts, pieces.stops, pieces.charge)
     edges, sizes = _pack(charge, room, partition_nbytes)
-    return Plan(utts, starts, stops, edges, sizes, partition_nbytes, shuffle, seed, epoch, rank, world_size, cut)
+    if order.kind == "interleave":
+        mixed = _interleaved(edges, seed, epoch, rank)
+        utts, starts, stops = utts[mixed], starts[mixed], stops[mixed]
+    return Plan(utts, starts, stops, edges, sizes, partition_nbytes, order, seed, epoch, rank, world_size, cut, corpus)
 
 
-def share_of_rank(num_utterances: int, *, shuffle: bool, seed: int, epoch: int, rank: int, world_size: int) -> Integers:
-    """The utterances of an epoch on one rank, in order: every ``world_size``-th of the order that all ranks agree on."""
-    utts = np.arange(num_utterances, dtype=np.int64)
-    if shuffle:
-        generator(seed, epoch, Purpose.UTTERANCES).shuffle(utts)
-    return utts[rank::world_size]
+def _interleaved(edges: Integers, seed: int, epoch: int, rank: int) -> Integers:
+    """The slices of each partition in random order: those of all blocks in it together."""
+    parts = [
+        first + generator(seed, epoch, Purpose.RESIDENT, number, rank).permutation(last - first)
+        for number, (first, last) in enumerate(pairwise(edges.tolist()))
+    ]
+    return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def needed_nbytes(corpus: Corpus, unit_nbytes: int) -> int:

@@ -20,7 +20,7 @@ class State:
 
     corpus: str
     """Fingerprint of what there is to stream."""
-    shuffle: bool
+    order: Any
     seed: int
     even: str | None
     partition_nbytes: int
@@ -59,7 +59,7 @@ class State:
 
     def check(self, other: State) -> None:
         """Raise `StateError` if a position in ``other`` means something else here."""
-        names = {"corpus": "the data (ids, lengths or frames)", "shuffle": "shuffle", "seed": "seed", "even": "even"}
+        names = {"corpus": "the data (ids, lengths or frames)", "order": "shuffle", "seed": "seed", "even": "even"}
         different = [
             f"{what}: {getattr(other, name)!r} in the state, {getattr(self, name)!r} here"
             for name, what in names.items()

@@ -1,0 +1,134 @@
+"""In which order an epoch goes through the utterances."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncfeed.errors import ArgumentError
+from asyncfeed.planning.corpus import Corpus
+from asyncfeed.planning.draws import Purpose, generator
+from asyncfeed.units import MIB
+
+__all__ = ["BLOCK_NBYTES", "Order", "Shuffle"]
+
+Kind = Literal["file", "utterance", "block", "interleave", "own", "weighted"]
+Shuffle: TypeAlias = 'bool | Literal["utterance", "block", "interleave"] | Sequence[str] | Mapping[str, float]'
+
+BLOCK_NBYTES = MIB
+"""Of a block: large enough that disks read it as fast as they can, and small enough that many fit into a partition."""
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order of utterances, for every seed, epoch and rank."""
+
+    kind: Kind
+    block_nbytes: int = BLOCK_NBYTES
+    ids: tuple[str, ...] = ()
+    """With ``"own"``: the utterances, in order; with ``"weighted"``: those that have a weight."""
+    weights: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, shuffle: Any, block_nbytes: int = BLOCK_NBYTES) -> Order:
+        """What the argument ``shuffle`` of a feed means.
+
+        Raises:
+            ArgumentError: nothing.
+        """
+        if isinstance(shuffle, bool):
+            return cls("utterance" if shuffle else "file", block_nbytes)
+        if isinstance(shuffle, str):
+            if shuffle in ("utterance", "block", "interleave"):
+                return cls(shuffle, block_nbytes)  # type: ignore[arg-type]
+        elif isinstance(shuffle, Mapping):
+            return cls("weighted", block_nbytes, *_checked_weights(shuffle))
+        elif (
+            isinstance(shuffle, Sequence)
+            and not isinstance(shuffle, bytes)
+            and all(isinstance(u, str) for u in shuffle)
+        ):
+            return cls("own", block_nbytes, tuple(shuffle))
+        raise ArgumentError(
+            f"shuffle={shuffle!r} must be False, True or 'utterance', 'block', 'interleave', a sequence of utterance ids, "
+            f"or a mapping of ids to weights"
+        )
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether the units of a partition come in random order."""
+        return self.kind not in ("file", "own")
+
+    def describe(self) -> Any:
+        """As plain values, small: for comparing with a saved state."""
+        if self.kind in ("own", "weighted"):
+            text = repr((self.ids, self.weights)).encode(errors="surrogateescape")
+            return [self.kind, len(self.ids), hashlib.blake2b(text, digest_size=8).hexdigest()]
+        return [self.kind, self.block_nbytes] if self.kind in ("block", "interleave") else self.kind
+
+    def share(self, corpus: Corpus, *, seed: int, epoch: int, rank: int = 0, world_size: int = 1) -> Integers:
+        """The utterances of an epoch on one rank, in order, as rows of the corpus.
+
+        Every ``world_size``-th utterance of the order that all ranks agree on; where that is made of blocks, every
+        ``world_size``-th block.
+        """
+        if self.kind in ("block", "interleave"):
+            return self._blocks(corpus, generator(seed, epoch, Purpose.BLOCKS), rank, world_size)
+        return self._order(corpus, seed, epoch)[rank::world_size]
+
+    def _order(self, corpus: Corpus, seed: int, epoch: int) -> Integers:
+        rows = np.arange(len(corpus), dtype=np.int64)
+        if self.kind == "utterance":
+            generator(seed, epoch, Purpose.UTTERANCES).shuffle(rows)
+        elif self.kind == "own":
+            return self._rows(corpus)
+        elif self.kind == "weighted":
+            weights = np.array(self.weights)
+            draws = generator(seed, epoch, Purpose.WEIGHTS)
+            return self._rows(corpus)[draws.choice(weights.size, rows.size, p=weights / weights.sum())]
+        return rows
+
+    def _rows(self, corpus: Corpus) -> Integers:
+        """Raises `ArgumentError` if there is no utterance of an id."""
+        row_of = {utt: row for row, utt in enumerate(corpus.ids)}
+        unknown = [utt for utt in self.ids if utt not in row_of]
+        if unknown:
+            raise ArgumentError(
+                f"shuffle= names {len(unknown)} utterances that are not there, such as {unknown[0]!r}; leave them out"
+            )
+        return np.array([row_of[utt] for utt in self.ids], np.int64)
+
+    def _blocks(self, corpus: Corpus, draws: np.random.Generator, rank: int, world_size: int) -> Integers:
+        """Neighbours in the file stay together, in blocks of about ``block_nbytes``; the blocks come in random order."""
+        stored = in_storage_order(corpus)
+        nbytes = corpus.nbytes[stored]
+        block = (np.cumsum(nbytes) - nbytes) // self.block_nbytes
+        edges = np.flatnonzero(np.diff(block, prepend=-1, append=-1))
+        starts, sizes = edges[:-1], np.diff(edges)
+        mine: Integers = draws.permutation(starts.size)[rank::world_size]
+        ends = np.cumsum(sizes[mine])
+        within = np.arange(int(ends[-1]) if ends.size else 0) - np.repeat(ends - sizes[mine], sizes[mine])
+        rows: Integers = stored[np.repeat(starts[mine], sizes[mine]) + within]
+        return rows
+
+
+def in_storage_order(corpus: Corpus) -> Integers:
+    """The rows of a corpus in the order in which the bytes of its first field lie in its files."""
+    first = corpus.catalogs[0]
+    return np.lexsort((np.arange(len(corpus)), first.offset, first.file)).astype(np.int64)
+
+
+def _checked_weights(weights: Mapping[Any, Any]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    ids, values = tuple(weights), tuple(map(float, weights.values()))
+    if not all(isinstance(utt, str) for utt in ids) or not ids:
+        raise ArgumentError("shuffle= as weights must map utterance ids to numbers, and at least one")
+    if not all(np.isfinite(v) and v >= 0 for v in values) or not sum(values) > 0:
+        raise ArgumentError("weights in shuffle= must be finite, not negative, and not all zero")
+    return ids, values
