@@ -7,7 +7,8 @@ from asyncfeed.cache.item import CachedItem
 from asyncfeed.cache.journal import Recovery
 from asyncfeed.cache.populate import PopulateReport
 from asyncfeed.cache.store import Verification
-from asyncfeed.engine.forms import Batch, Window
+from asyncfeed.engine.batches import Batch, PaddedBatch
+from asyncfeed.engine.forms import Window
 from asyncfeed.engine.loaded import LoadedPartition
 from asyncfeed.engine.statistics import Statistics
 from asyncfeed.errors import (
@@ -65,6 +66,7 @@ __all__ = [
     "MemoryBudget",
     "ModeError",
     "NotHDF5Error",
+    "PaddedBatch",
     "Partition",
     "Plan",
     "PopulateReport",

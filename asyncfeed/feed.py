@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
-from asyncfeed.engine.forms import Batch, Batches, Form, Partitions, Triplet, Triplets, Utterances, Window, Windows
+from asyncfeed.engine.batches import Batch, Batches, Padded
+from asyncfeed.engine.forms import Form, Partitions, Triplet, Triplets, Utterances, Window, Windows
 from asyncfeed.engine.loaded import LoadedPartition, Rows
 from asyncfeed.engine.prefetch import Prefetch
 from asyncfeed.engine.session import Session
@@ -20,14 +21,15 @@ from asyncfeed.engine.thread import run_stoppable
 from asyncfeed.errors import ArgumentError, ClosedError, UsageError
 from asyncfeed.memory.budget import Budget, MemoryBudget
 from asyncfeed.planning.catalog import Skipped
+from asyncfeed.planning.even import Even
+from asyncfeed.planning.grouping import MAX_WASTE, POOL, Grouping, waste_of
 from asyncfeed.planning.orders import BLOCK_NBYTES, Shuffle
-from asyncfeed.planning.passage import Even
 from asyncfeed.planning.plan import Plan
 from asyncfeed.planning.state import State
 from asyncfeed.process import refuse_fork
 from asyncfeed.storage.library import Library
 from asyncfeed.storage.source import AnySource, holds_handle
-from asyncfeed.stream import AsyncItems, Items, Stream
+from asyncfeed.stream import AsyncItems, Items, PaddedStream, Stream
 
 __all__ = ["Feed"]
 
@@ -224,6 +226,41 @@ class Feed:
         if size < 1:
             raise ArgumentError(f"batches of {size} frames make no sense; give at least 1")
         return Stream(self, partial(Batches, size, drop_last, shuffle=self._settings.order.shuffles))
+
+    def padded(
+        self,
+        *,
+        max_frames: int | None = None,
+        batch_size: int | None = None,
+        buckets: Sequence[int] = (),
+        pool: int = POOL,
+        max_waste: float = MAX_WASTE,
+        sort: bool = True,
+        pad_value: float = 0,
+    ) -> PaddedStream:
+        """Batches of whole utterances of similar length, filled up to the longest: ``(utts, data, lengths)``.
+
+        Always copies, once: ``batch.data`` has the shape ``(utterances, longest, *frame shape)``, or is a dict of such
+        arrays. Iterating raises `BudgetError` if a batch is larger than a partition, and `ShapeError` if its frames differ
+        in shape or dtype. The batches of an epoch are the same on any number of ranks, which take turns.
+
+        Args:
+            max_frames: of a batch, padding included. An utterance that has more is a batch of its own.
+            batch_size: utterances of a batch, instead.
+            buckets: upper bounds of lengths; utterances come together only with others of their bucket.
+            pool: without buckets, so many utterances of the epoch's order are sorted by length together.
+            max_waste: with ``max_frames``, the share of a batch that may be padding.
+            sort: the longest utterance of a batch first, or as they come.
+            pad_value: what is filled in.
+        """
+        grouping = Grouping.checked(max_frames, batch_size, buckets, pool, max_waste, sort)
+        return PaddedStream(self, partial(Padded, grouping, pad_value, shuffle=self._settings.order.shuffles))
+
+    def waste(self, form: Form[Any]) -> float:
+        """For `PaddedStream`: the share of padding in the coming epoch."""
+        plan = self._opened().plan(form.cut, self.epoch)
+        assert plan.groups is not None, "planned with a grouping"
+        return waste_of(plan.stops - plan.starts, plan.groups)
 
     def windows(self, length: int, hop: int | None = None, *, pad: bool = False) -> Stream[Window]:
         """``length`` consecutive frames of one utterance, every ``hop`` frames (by default, ``length``).

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from anyio.lowlevel import checkpoint
 
+from asyncfeed.engine.batches import PaddedBatch
 from asyncfeed.engine.forms import Form, Pace
 from asyncfeed.engine.prefetch import Prefetch
 from asyncfeed.errors import ClosedError, ConsumerError
 from asyncfeed.process import call_in_child, refuse_fork
 
-__all__ = ["AsyncItems", "Host", "Items", "Stream"]
+__all__ = ["AsyncItems", "Host", "Items", "PaddedStream", "Stream"]
 
 Item = TypeVar("Item")
 
@@ -39,6 +40,9 @@ class Host(Protocol):
     def count(self, form: Form[Any]) -> int:
         """Items of the coming epoch."""
 
+    def waste(self, form: Form[Any]) -> float:
+        """The share of padding in the coming epoch."""
+
 
 class Stream(Generic[Item]):
     """One way to iterate over a feed, as often as you like: every iteration is one epoch, each time the next.
@@ -57,6 +61,15 @@ class Stream(Generic[Item]):
 
     def __len__(self) -> int:
         return self._host.count(self._form())
+
+
+class PaddedStream(Stream[PaddedBatch]):
+    """Iterates over padded batches, and says how much of them is padding."""
+
+    @property
+    def waste(self) -> float:
+        """The share of padding in the batches of the coming epoch on this rank, from 0 to 1. Reads no data."""
+        return self._host.waste(self._form())
 
 
 class Items(Iterator[Item]):

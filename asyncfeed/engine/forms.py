@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncfeed.engine.loaded import Array, LoadedPartition, Rows
-from asyncfeed.errors import ArgumentError, ShapeError
+from asyncfeed.errors import ArgumentError
 from asyncfeed.planning.passage import Passage
 from asyncfeed.planning.plan import Cut
 
 __all__ = [
-    "Batch",
-    "Batches",
     "Block",
     "Form",
+    "Frames",
+    "Lookup",
     "Pace",
     "Partitions",
     "Triplet",
@@ -36,7 +36,6 @@ __all__ = [
 
 Item = TypeVar("Item")
 Triplet: TypeAlias = tuple[str, int, Any]
-Kinds: TypeAlias = list[tuple[np.dtype[Any], tuple[int, ...]]]
 
 TABLES_NBYTES = 12
 """Per unit of a shuffled partition: its place in the order, its owner, and room to make the two, int32 each."""
@@ -143,7 +142,7 @@ class Form(ABC, Generic[Item]):
         return iter(())
 
 
-class _Frames(NamedTuple):
+class Frames(NamedTuple):
     """Some frames of a partition."""
 
     utts: list[str]
@@ -155,7 +154,7 @@ class _Frames(NamedTuple):
     """Which of the partition's utterances each is of."""
 
 
-class _Lookup:
+class Lookup:
     """Says which frames are at some places in the order of a partition, and whose they are."""
 
     def __init__(self, partition: LoadedPartition, *, shuffled: bool) -> None:
@@ -164,14 +163,14 @@ class _Lookup:
         self.ends = np.cumsum(partition.lengths)
         self.to_index: NDArray[np.int64] = partition.starts - (self.ends - partition.lengths)
 
-    def __call__(self, start: int, stop: int) -> _Frames:
+    def __call__(self, start: int, stop: int) -> Frames:
         if self.shuffled:
             return self._found(self.partition.order[start:stop], self.partition.owners[start:stop])
         rows = np.arange(start, stop)
         return self._found(rows, np.searchsorted(self.ends, rows, side="right"))
 
-    def _found(self, rows: NDArray[Any], owners: NDArray[Any]) -> _Frames:
-        return _Frames(self.ids.take(owners).tolist(), self.to_index.take(owners) + rows, rows, owners)
+    def _found(self, rows: NDArray[Any], owners: NDArray[Any]) -> Frames:
+        return Frames(self.ids.take(owners).tolist(), self.to_index.take(owners) + rows, rows, owners)
 
 
 class Triplets(Form[Triplet]):
@@ -201,7 +200,7 @@ class Triplets(Form[Triplet]):
             done += len(block)
 
     def _shuffled(self, partition: LoadedPartition, pace: Pace) -> Iterator[Block[Triplet]]:
-        look_up, done = _Lookup(partition, shuffled=True), partition.first_unit
+        look_up, done = Lookup(partition, shuffled=True), partition.first_unit
         total = min(partition.order.size, partition.stop_unit)
         while done < total:
             found = look_up(done, min(done + pace.size, total))
@@ -229,7 +228,7 @@ def _named(partition: LoadedPartition, columns: list[Iterator[Any]]) -> Iterator
     return map(dict, map(zip, repeat(partition.names), zip(*columns, strict=False)))
 
 
-def _frames_at(partition: LoadedPartition, found: _Frames) -> Iterator[Any]:
+def _frames_at(partition: LoadedPartition, found: Frames) -> Iterator[Any]:
     """The frames themselves, whether the utterances of a field are alike or not."""
     listed = found.rows.tolist()
     columns: list[Iterator[Any]] = []
@@ -349,129 +348,3 @@ class Windows(Form[Window]):
         padded = np.zeros((self.length, *frames.shape[1:]), frames.dtype)
         padded[: len(frames)] = frames
         return padded
-
-
-class Batch(NamedTuple):
-    """Frames gathered into one array."""
-
-    utts: list[str]
-    """The utterance of every frame."""
-    indices: NDArray[np.int64]
-    """Its number in that utterance."""
-    frames: Rows
-    """``(batch size, *frame shape)``; always a copy of its own, that may be kept."""
-
-
-class _Gathering:
-    """A batch in the making, for as long as partitions end within it."""
-
-    def __init__(self, size: int, columns: list[Array]) -> None:
-        self.utts: list[str] = []
-        self.indices = np.empty(size, np.int64)
-        self.columns = [np.empty((size, *rows.shape[1:]), rows.dtype) for rows in columns]
-
-    def add(self, found: _Frames, columns: list[Array]) -> None:
-        span = slice(len(self.utts), len(self.utts) + len(found.utts))
-        self.indices[span] = found.indices
-        for mine, column in zip(self.columns, columns, strict=True):
-            mine[span] = column[found.rows]
-        self.utts += found.utts
-
-    def batch(self, names: tuple[str, ...] | None) -> Batch:
-        filled = len(self.utts)
-        columns = [column[:filled] for column in self.columns]
-        return _batch(self.utts, self.indices[:filled], columns, names)
-
-
-class Batches(Form[Batch]):
-    """`Batch` after `Batch` of exactly ``size`` frames, over the ends of partitions; only the last may be smaller."""
-
-    def __init__(self, size: int, drop_last: bool, *, shuffle: bool) -> None:
-        super().__init__(shuffle=shuffle)
-        if size < 1:
-            raise ArgumentError(f"batches of {size} frames make no sense; give at least 1")
-        self.size, self.drop_last = size, drop_last
-        self._gathering: _Gathering | None = None
-        self._names: tuple[str, ...] | None = None
-        self._like: tuple[str, Kinds] | None = None
-
-    @property
-    def cut(self) -> Cut:
-        return Cut(unit_nbytes=TABLES_NBYTES if self.shuffle else 0)
-
-    def describe(self) -> dict[str, Any]:
-        return {"form": "batches", "size": self.size, "drop_last": self.drop_last}
-
-    def units(self, items: int) -> int:
-        return items * self.size
-
-    def items(self, units: int) -> int:
-        return units // self.size if self.drop_last else -(-units // self.size)
-
-    def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Block[Batch]]:
-        total, done = min(partition.num_frames, partition.stop_unit), partition.first_unit
-        if done >= total:
-            return
-        columns = [partition.uniform(field) for field in partition.fields]
-        self._check(partition, columns)
-        look_up = _Lookup(partition, shuffled=self.shuffle)
-        while done < total:
-            if self._gathering is None and total - done >= self.size:
-                num_batches = min((total - done) // self.size, max(pace.size // self.size, 1))
-                stop = done + num_batches * self.size
-                yield self._whole(look_up(done, stop), columns, partition.names)
-            else:
-                gathering = self._gathering = self._gathering or _Gathering(self.size, columns)
-                stop = min(done + self.size - len(gathering.utts), total)
-                gathering.add(look_up(done, stop), columns)
-                if len(gathering.utts) == self.size:
-                    self._gathering = None
-                    yield _one(gathering.batch(partition.names))
-            done = stop
-
-    def _whole(self, found: _Frames, columns: list[Array], names: tuple[str, ...] | None) -> Block[Batch]:
-        """Batches that one partition fills. What can be looked up for many at once has been.
-
-        Not a generator, which a second consumer could not enter while the first is in it.
-        """
-
-        def gather(start: int) -> Batch:
-            span = slice(start, start + self.size)
-            rows = found.rows[span]
-            # clip: without looking for indices that are out of bounds, which ours are not
-            gathered = [column.take(rows, axis=0, mode="clip") for column in columns]
-            return _batch(found.utts[span], found.indices[span], gathered, names)
-
-        starts = range(0, len(found.utts), self.size)
-        left = iter(starts)
-        return Block(map(gather, left), len(starts), left)
-
-    def rest(self) -> Iterator[Block[Batch]]:
-        gathering, self._gathering = self._gathering, None
-        if gathering is not None and not self.drop_last:
-            yield _one(gathering.batch(self._names))
-
-    def _check(self, partition: LoadedPartition, columns: list[Array]) -> None:
-        """Raise `ShapeError` if frames of this partition do not fit those of the ones before."""
-        self._names = partition.names
-        kinds = [(rows.dtype, rows.shape[1:]) for rows in columns]
-        if self._like is None:
-            self._like = (partition.ids[partition.first], kinds)
-        elif self._like[1] != kinds:
-            raise ShapeError(
-                f"utterance {partition.ids[partition.first]!r} has frames of {_show(kinds)}, but {self._like[0]!r} has "
-                f"{_show(self._like[1])}; one batch cannot hold both: leave one sort out with excludes="
-            )
-
-
-def _one(batch: Batch) -> Block[Batch]:
-    left = iter([batch])
-    return Block(left, 1, left)
-
-
-def _batch(utts: list[str], indices: NDArray[np.int64], columns: list[Array], names: tuple[str, ...] | None) -> Batch:
-    return Batch(utts, indices, columns[0] if names is None else dict(zip(names, columns, strict=True)))
-
-
-def _show(kinds: Kinds) -> str:
-    return " and ".join(f"{dtype} {shape}" for dtype, shape in kinds)

@@ -82,6 +82,7 @@ class LoadedPartition:
         """First frame of every utterance, int64; 0 unless it was cut because it is larger than a partition."""
         self.lengths = partition.lengths
         """Frames of every utterance (of its first field), int64."""
+        self.groups = partition.groups
         self.first_unit, self.stop_unit = partition.first_unit, partition.stop_unit
         self._rows_of_ids, self._corpus = partition.utts, corpus
         self._fields = [FieldView(partition, corpus, name, placement, anchor) for name in corpus.fields]

@@ -19,7 +19,8 @@ from asyncfeed.errors import BudgetError, ClosedError, ConsumerError
 from asyncfeed.memory.budget import measure, resolve
 from asyncfeed.memory.pool import SegmentPool
 from asyncfeed.memory.segment import MAKERS, NAMED_MOUNT, pick_maker
-from asyncfeed.planning.passage import Passage, Stage, even_count, go_through, make_even
+from asyncfeed.planning.even import even_count
+from asyncfeed.planning.passage import Passage, Stage, go_through, make_even
 from asyncfeed.planning.plan import Cut, Plan, make_plan, needed_nbytes
 from asyncfeed.planning.state import State
 from asyncfeed.storage.library import open_library
@@ -84,7 +85,7 @@ class Session:
         """The plan of an epoch for a form that cuts utterances like this."""
         return self._plan_of(cut, epoch, self.settings.rank, self.settings.world_size)
 
-    def _plan_of(self, cut: Cut, epoch: int, rank: int, world_size: int) -> Plan:
+    def _plan_of(self, cut: Cut, epoch: int, rank: int, world_size: int, skip: int = 0) -> Plan:
         s = self.settings
         return make_plan(
             self.library.corpus,
@@ -96,11 +97,16 @@ class Session:
             world_size=world_size,
             cut=cut,
             segments=s.prefetch + 1,
+            skip=skip,
+            even=s.even,
         )
 
     def _passage(self, form: Form[Any], epoch: int, stages: Sequence[Stage], items: int) -> Passage:
         """What is gone through on this rank, after the stages that are over, and so many items of this one."""
         s = self.settings
+        if form.cut.whole:
+            skip = sum(stage.world_size * stage.units for stage in stages)
+            return form.after(Passage.of(self._plan_of(form.cut, epoch, s.rank, s.world_size, skip)), items)
         if s.even is None and not stages:
             return form.after(Passage.of(self.plan(form.cut, epoch)), items)
         first = stages[0].world_size if stages else s.world_size
@@ -117,9 +123,11 @@ class Session:
         s, corpus, cut = self.settings, self.library.corpus, form.cut
         if resume is not None and resume.stages:
             return form.items(self._passage(form, epoch, *resume.on(s.world_size)).num_units)
+        if cut.whole:
+            return int(self.plan(cut, epoch).num_units.sum())
         rank, world_size = (s.rank, s.world_size) if s.even is None else (0, 1)
         utts = s.order.share(corpus, seed=s.seed, epoch=epoch, rank=rank, world_size=world_size)
-        units = utts.size if cut.whole else int(cut.count(corpus.lengths[utts]).sum())
+        units = int(cut.count(corpus.lengths[utts]).sum())
         return form.items(units if s.even is None else even_count(units, s.even, s.world_size))
 
     # -- positions -----------------------------------------------------------------------------------------------

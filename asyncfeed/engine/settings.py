@@ -10,8 +10,8 @@ from typing import Literal
 
 from asyncfeed.errors import ArgumentError
 from asyncfeed.memory.budget import MemoryBudget, check_request
+from asyncfeed.planning.even import Even
 from asyncfeed.planning.orders import Order, Shuffle
-from asyncfeed.planning.passage import Even
 from asyncfeed.storage.source import AnySource, anchored
 from asyncfeed.units import parse_nbytes
 

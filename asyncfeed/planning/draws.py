@@ -22,6 +22,8 @@ class Purpose(enum.IntEnum):
     """The order of the utterances within a partition, where several blocks are in it."""
     WEIGHTS = 5
     """Which utterances are drawn, where they have weights."""
+    BATCHES = 6
+    """The order of batches of whole utterances."""
 
 
 def generator(seed: int, epoch: int, purpose: Purpose, partition: int = 0, rank: int = 0) -> np.random.Generator:

@@ -22,7 +22,7 @@ PARTS = 10
 WINDOW = 1000
 """Frames that are looked at together, where they come in the order of the plan."""
 
-RANDOM_NBYTES = MIB
+RANDOM_NBYTES = MIB // 2
 """What lies together for less than this is a random read."""
 
 Integers = NDArray[np.int64]
@@ -40,7 +40,7 @@ class Mixing(NamedTuple):
     windows of 1,000 frames if they are not.
     """
     random_nbytes: int
-    """Bytes that are read in pieces of less than 1 MiB that do not lie side by side."""
+    """Bytes that are read in pieces of less than 512 KiB that do not lie side by side."""
     nbytes: int
     """All bytes that are read."""
 

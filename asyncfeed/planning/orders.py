@@ -97,7 +97,8 @@ class Order:
 
     def _rows(self, corpus: Corpus) -> Integers:
         """Raises `ArgumentError` if there is no utterance of an id."""
-        row_of = {utt: row for row, utt in enumerate(corpus.ids)}
+        wanted = set(self.ids)
+        row_of = {utt: row for row, utt in enumerate(corpus.ids) if utt in wanted}
         unknown = [utt for utt in self.ids if utt not in row_of]
         if unknown:
             raise ArgumentError(

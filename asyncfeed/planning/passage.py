@@ -11,16 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncfeed.planning.even import Even, even_count
 from asyncfeed.planning.plan import Partition, Plan
 
-__all__ = ["Even", "Passage", "Stage", "divide", "even_count", "go_through", "make_even"]
+__all__ = ["Passage", "Stage", "divide", "go_through", "make_even"]
 
-Even = Literal["drop", "pad"]
 
 Integers = NDArray[np.int64]
 
@@ -129,8 +128,3 @@ def _repeated(whole: Passage, missing: int) -> Iterator[Passage]:
     while missing > 0:
         yield (part := whole.between(0, missing))
         missing -= part.num_units
-
-
-def even_count(num_units: int, even: Even, world_size: int) -> int:
-    """The units of each rank."""
-    return num_units // world_size if even == "drop" else -(-num_units // world_size)

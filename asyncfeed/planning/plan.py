@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from asyncfeed.errors import BudgetError
 from asyncfeed.planning.corpus import Corpus
 from asyncfeed.planning.draws import Purpose, generator
+from asyncfeed.planning.even import Even, even_count
+from asyncfeed.planning.grouping import Grouping
 from asyncfeed.planning.mixing import Mixing, mixing_of
 from asyncfeed.planning.orders import Order
 from asyncfeed.units import MIB, PAGE_NBYTES, format_nbytes
@@ -52,6 +54,8 @@ class Cut:
     """Whether a last, incomplete unit counts."""
     whole: bool = False
     """Utterances may not be cut at all."""
+    grouping: Grouping | None = None
+    """Whole utterances come in batches, each of which is one unit."""
     unit_nbytes: int = 0
     """Bytes that the form keeps per unit beside the frames: its part in the tables of a shuffled order."""
 
@@ -81,6 +85,8 @@ class Partition:
     """Units at its beginning that are not handed out: they were, before the epoch was resumed."""
     stop_unit: int = sys.maxsize
     """One past the last unit that is handed out; the others are another rank's, or dropped."""
+    groups: Integers | None = None
+    """Where units begin and end, of slices that come in batches: unit i is ``groups[i]:groups[i + 1]``."""
 
     def __len__(self) -> int:
         return self.utts.size
@@ -119,6 +125,8 @@ class Plan(Sequence[Partition]):
     cut: Cut
     corpus: Corpus
     """What ``utts`` are rows of."""
+    groups: Integers | None = None
+    """Where batches of whole utterances begin and end."""
 
     @property
     def shuffle(self) -> bool:
@@ -141,7 +149,12 @@ class Plan(Sequence[Partition]):
             return [self[i] for i in range(*index.indices(len(self)))]
         number = range(len(self))[index]
         part = slice(self.edges[number], self.edges[number + 1])
-        return Partition(number, self.utts[part], self.starts[part], self.stops[part], int(self.sizes[number]))
+        groups = None
+        if self.groups is not None:
+            first, last = np.searchsorted(self.groups, self.edges[number : number + 2]).tolist()
+            groups = self.groups[first : last + 1] - self.groups[first]
+        nbytes = int(self.sizes[number])
+        return Partition(number, self.utts[part], self.starts[part], self.stops[part], nbytes, groups=groups)
 
     def __iter__(self) -> Iterator[Partition]:
         return map(self.__getitem__, range(len(self)))
@@ -161,6 +174,8 @@ class Plan(Sequence[Partition]):
     @property
     def num_units(self) -> Integers:
         """Units of every partition."""
+        if self.groups is not None:
+            return np.diff(np.searchsorted(self.groups, self.edges))
         counts = np.ones_like(self.utts) if self.cut.whole else self.cut.count(self.stops - self.starts)
         return np.diff(np.concatenate(([0], np.cumsum(counts)))[self.edges])
 
@@ -204,8 +219,13 @@ def make_plan(
     world_size: int = 1,
     cut: Cut = Cut(),
     segments: int = 2,
+    skip: int = 0,
+    even: Even | None = None,
 ) -> Plan:
     """Plan one epoch: order the utterances, take this rank's share, pack them greedily into partitions.
+
+    Of whole utterances, and batches of them, every ``world_size``-th is this rank's: after the first ``skip`` of all
+    ranks together, and as many on each if they are to be ``even``.
 
     Time and memory are linear in the number of utterances of the corpus, without a Python object per utterance.
     ``segments`` is how many partitions the budget is divided into; only an error message needs it.
@@ -215,14 +235,21 @@ def make_plan(
         FieldMismatchError: utterances would have to be cut into frames, but their fields differ in length.
     """
     order = shuffle if isinstance(shuffle, Order) else Order.of(shuffle)
-    utts = order.share(corpus, seed=seed, epoch=epoch, rank=rank, world_size=world_size)
+    groups = None
+    if cut.whole:
+        utts, groups = _whole_share(corpus, order, cut.grouping, seed, epoch, (rank, world_size), skip, even)
+    else:
+        utts = order.share(corpus, seed=seed, epoch=epoch, rank=rank, world_size=world_size)
     room = partition_nbytes - ALIGNMENT * (len(corpus.fields) + 1)
     lengths = (corpus.catalogs[0].length if cut.whole else corpus.lengths)[utts]
     units = np.zeros_like(lengths) if cut.whole else cut.count(lengths)
     charge = _charge(corpus)[utts] + units * cut.unit_nbytes
     starts, stops = np.zeros_like(lengths), lengths
     large = np.flatnonzero(charge > room)
-    if large.size:
+    if groups is not None:
+        charge = np.diff(np.concatenate(([0], np.cumsum(charge)))[groups])
+        _check_groups(corpus, utts, groups, charge, partition_nbytes, room, segments)
+    elif large.size:
         need = charge[large] if cut.whole else _least(corpus, utts, units, charge, large, cut)
         worst = int(np.argmax(need))
         if need[worst] > room:
@@ -234,10 +261,56 @@ def make_plan(
         pieces = _cut(corpus, utts, lengths, units, charge, large, room, cut)
         utts, starts, stops, charge = (pieces.utts, pieces.starts, pieces.stops, pieces.charge)
     edges, sizes = _pack(charge, room, partition_nbytes)
-    if order.kind == "interleave":
+    if groups is not None:
+        edges = groups[edges]
+    elif order.kind == "interleave":
         mixed = _interleaved(edges, seed, epoch, rank)
         utts, starts, stops = utts[mixed], starts[mixed], stops[mixed]
-    return Plan(utts, starts, stops, edges, sizes, partition_nbytes, order, seed, epoch, rank, world_size, cut, corpus)
+    return Plan(
+        utts, starts, stops, edges, sizes, partition_nbytes, order, seed, epoch, rank, world_size, cut, corpus, groups
+    )
+
+
+def _whole_share(
+    corpus: Corpus,
+    order: Order,
+    grouping: Grouping | None,
+    seed: int,
+    epoch: int,
+    ranks: tuple[int, int],
+    skip: int,
+    even: Even | None,
+) -> tuple[Integers, Integers | None]:
+    """Whole utterances of one rank, and where their batches begin and end."""
+    rank, world_size = ranks
+    utts = order.share(corpus, seed=seed, epoch=epoch)
+    if grouping is None:
+        return utts[_strided(utts.size, rank, world_size, skip, even)], None
+    positions, edges = grouping.group(corpus.catalogs[0].length[utts], shuffle=order.shuffles, seed=seed, epoch=epoch)
+    mine = _strided(edges.size - 1, rank, world_size, skip, even)
+    sizes = np.diff(edges)[mine]
+    groups = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+    within = np.arange(int(groups[-1])) - np.repeat(groups[:-1], sizes)
+    return utts[positions[np.repeat(edges[mine], sizes) + within]], groups
+
+
+def _strided(count: int, rank: int, world_size: int, skip: int, even: Even | None) -> Integers:
+    """Every ``world_size``-th of so many units, after the first ``skip``."""
+    units = np.arange(skip, count, dtype=np.int64)
+    if even is not None and units.size:
+        units = np.resize(units, even_count(units.size, even, world_size) * world_size)  # repeats from the beginning
+    return units[rank::world_size]
+
+
+def _check_groups(
+    corpus: Corpus, utts: Integers, groups: Integers, charge: Integers, partition_nbytes: int, room: int, segments: int
+) -> None:
+    """Raise `BudgetError` if a batch is larger than a partition."""
+    worst = int(np.argmax(charge)) if charge.size else 0
+    if charge.size and charge[worst] > room:
+        of = f"the batch of {groups[worst + 1] - groups[worst]} utterances that begins with "
+        need = int(charge[worst]) + partition_nbytes - room
+        raise _too_large(corpus, int(utts[groups[worst]]), need, partition_nbytes, segments, of)
 
 
 def _interleaved(edges: Integers, seed: int, epoch: int, rank: int) -> Integers:
