@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -73,16 +74,18 @@ class Grouping:
 
     def group(self, lengths: Integers, *, shuffle: bool, seed: int, epoch: int) -> Groups:
         """Put utterances of these lengths, in the order of the epoch, into batches; these in random order, or not."""
-        batches = [batch for pool in self._pools(lengths) for batch in self._cut(pool, lengths)]
+        pools = list(self._pools(lengths))
+        sizes = np.array([size for pool in pools for size in self._sizes(lengths[pool].tolist())], np.int64)
+        positions = np.concatenate([np.empty(0, np.int64), *pools])
+        begins = np.cumsum(sizes) - sizes
         if shuffle:
-            order = generator(seed, epoch, Purpose.BATCHES).permutation(len(batches))
-            batches = [batches[i] for i in order.tolist()]
+            order = generator(seed, epoch, Purpose.BATCHES).permutation(sizes.size)
+            begins, sizes = begins[order], sizes[order]
+        edges = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        positions = positions[np.arange(positions.size) + np.repeat(begins - edges[:-1], sizes)]
         if not self.sort:
-            batches = [np.sort(batch) for batch in batches]
-        sizes = np.fromiter(map(len, batches), np.int64, len(batches))
-        return Groups(
-            np.concatenate([np.empty(0, np.int64), *batches]), np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
-        )
+            positions = positions[np.lexsort((positions, np.repeat(np.arange(sizes.size), sizes)))]
+        return Groups(positions, edges)
 
     def _pools(self, lengths: Integers) -> Iterator[Integers]:
         """Positions that may come together, the longest first."""
@@ -99,25 +102,23 @@ class Grouping:
     def _longest_first(positions: Integers, lengths: Integers) -> Integers:
         return positions[np.argsort(-lengths[positions], kind="stable")]
 
-    def _cut(self, pool: Integers, lengths: Integers) -> Iterator[Integers]:
-        """Batches of neighbours in a pool."""
+    def _sizes(self, lengths: list[int]) -> Iterator[int]:
+        """How many utterances, the longest first, make each batch. Plain integers: a batch takes a microsecond."""
+        left = len(lengths)
         if self.batch_size is not None:
-            yield from (pool[start : start + self.batch_size] for start in range(0, pool.size, self.batch_size))
+            yield from (min(self.batch_size, left - start) for start in range(0, left, self.batch_size))
             return
         assert self.max_frames is not None, "one of the two is given"
-        total = np.concatenate(([0], np.cumsum(lengths[pool])))
+        ends = list(accumulate(lengths, initial=0))
         start = 0
-        while start < pool.size:
-            longest = max(int(lengths[pool[start]]), 1)
-            most = min(max(self.max_frames // longest, 1), pool.size - start)
-            count = self._largest_within_waste(total[start + 1 : start + most + 1] - total[start], longest)
-            yield pool[start : start + count]
-            start += count
-
-    def _largest_within_waste(self, frames: Integers, longest: int) -> int:
-        """How many utterances, with so many frames together, may be padded to the longest: waste grows with each."""
-        wasted = 1 - frames / (longest * np.arange(1, frames.size + 1))
-        return max(int(np.searchsorted(wasted, self.max_waste, side="right")), 1)
+        while start < left:
+            longest = max(lengths[start], 1)
+            size = min(max(self.max_frames // longest, 1), left - start)
+            least = 1 - self.max_waste
+            while size > 1 and ends[start + size] - ends[start] < least * longest * size:
+                size -= 1  # every further utterance is shorter, and so wastes more
+            yield size
+            start += size
 
 
 def waste_of(lengths: Integers, edges: Integers) -> float:
