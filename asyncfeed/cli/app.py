@@ -20,7 +20,7 @@ from asyncfeed.cli.bench import bench as run_bench
 from asyncfeed.cli.contents import inspect as look_into
 from asyncfeed.cli.demo import demonstrate
 from asyncfeed.cli.epoch import stream as stream_epoch
-from asyncfeed.cli.outline import outline
+from asyncfeed.cli.outline import compare_orders, outline
 from asyncfeed.cli.sidecar import write_indexes
 from asyncfeed.errors import AsyncFeedError
 from asyncfeed.feed import Feed
@@ -42,6 +42,13 @@ BadCommandLine: Any = typer.BadParameter.__mro__[2]
 class Unreadable(StrEnum):
     RAISE = "raise"
     SKIP = "skip"
+
+
+class Order(StrEnum):
+    FILE = "file"
+    UTTERANCE = "utterance"
+    BLOCK = "block"
+    INTERLEAVE = "interleave"
 
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="An HDF5 file, or a glob in quotes for several.")]
@@ -132,12 +139,18 @@ def plan(
         int | None, typer.Option("--world-size", help="How many ranks; otherwise WORLD_SIZE.", show_default=False)
     ] = None,
     unreadable: OnUnreadable = Unreadable.RAISE,
+    order: Annotated[
+        Order | None, typer.Option("--order", help="The order; --shuffle is 'utterance'.", show_default=False)
+    ] = None,
+    mixing: Annotated[
+        bool, typer.Option("--mixing", help="Say how well each order mixes, and the random reads it costs.")
+    ] = False,
 ) -> None:
     """Show the partitions of an epoch and its peak memory."""
     feed = Feed(
         Source(file, key),
         memory_budget=memory_budget,
-        shuffle=shuffle,
+        shuffle=shuffle if order is None else order is not Order.FILE and order.value,
         seed=seed,
         prefetch=prefetch,
         rank=rank,
@@ -147,6 +160,8 @@ def plan(
     feed.set_epoch(epoch)
     with feed:
         _print(tables.plan_report(outline(feed)))
+        if mixing:
+            _print(tables.mixing_report(compare_orders(feed), feed.plan.order.kind))
 
 
 @app.command()

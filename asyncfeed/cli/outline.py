@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from asyncfeed.feed import Feed
 from asyncfeed.memory.budget import Budget
+from asyncfeed.planning.mixing import Mixing
+from asyncfeed.planning.orders import Kind
 from asyncfeed.planning.plan import Plan
 
-__all__ = ["Outline", "Row", "outline"]
+__all__ = ["Outline", "Row", "compare_orders", "outline"]
 
 SHOWN = (8, 2)
 """Partitions shown from the beginning and from the end of a plan that has more than both together."""
@@ -70,6 +72,15 @@ def outline(feed: Feed) -> Outline:
         first=tuple(_row(feed, plan, number) for number in range(first)),
         last=tuple(_row(feed, plan, number) for number in last),
     )
+
+
+def compare_orders(feed: Feed) -> dict[Kind, Mixing]:
+    """How well each order that needs no more than a name would mix the coming epoch, and what it would cost."""
+    session, plan = feed._opened(), feed.plan
+    return {
+        kind: session.plan(plan.cut, plan.epoch, replace(plan.order, kind=kind)).mixing()
+        for kind in ("file", "block", "interleave", "utterance")
+    }
 
 
 def _row(feed: Feed, plan: Plan, number: int) -> Row:

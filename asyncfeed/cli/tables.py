@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -16,7 +16,9 @@ from asyncfeed.cli.demo import BUDGET, DIM, Story
 from asyncfeed.cli.epoch import Epoch
 from asyncfeed.cli.outline import Outline, Row
 from asyncfeed.cli.sidecar import Written
+from asyncfeed.planning import orders
 from asyncfeed.planning.catalog import Access, Kind
+from asyncfeed.planning.mixing import Mixing
 from asyncfeed.units import format_nbytes
 
 __all__ = ["bench_report", "demo_report", "epoch_report", "index_report", "inspect_report", "plan_report", "visible"]
@@ -145,6 +147,20 @@ def _add_partitions(table: Table, rows: Iterable[Row]) -> None:
             format_nbytes(row.nbytes),
             Text(visible(row.first), "dim"),
         )
+
+
+def mixing_report(mixings: Mapping[orders.Kind, Mixing], chosen: orders.Kind) -> RenderableType:
+    """What ``plan --mixing`` says: 0 is file order, 1 a perfect shuffle."""
+    table = _table("order", "mixing", "random reads", "", left=("",))
+    for kind, mixing in mixings.items():
+        share = mixing.random_nbytes / mixing.nbytes if mixing.nbytes else 0.0
+        table.add_row(
+            kind,
+            f"{mixing.number:.3f}",
+            f"{format_nbytes(mixing.random_nbytes)} ({_percent(share)})",
+            Text("this plan" if kind == chosen else "", "dim"),
+        )
+    return table
 
 
 # -- index -----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from asyncfeed.memory.budget import measure, resolve
 from asyncfeed.memory.pool import SegmentPool
 from asyncfeed.memory.segment import MAKERS, NAMED_MOUNT, pick_maker
 from asyncfeed.planning.even import even_count
+from asyncfeed.planning.orders import Order
 from asyncfeed.planning.passage import Passage, Stage, go_through, make_even
 from asyncfeed.planning.plan import Cut, Plan, make_plan, needed_nbytes
 from asyncfeed.planning.state import State
@@ -81,16 +82,18 @@ class Session:
         """The epoch that is under way, or else the next one."""
         return self._pass_epoch if self._pass is not None and not self._pass.over else next_epoch
 
-    def plan(self, cut: Cut, epoch: int) -> Plan:
-        """The plan of an epoch for a form that cuts utterances like this."""
-        return self._plan_of(cut, epoch, self.settings.rank, self.settings.world_size)
+    def plan(self, cut: Cut, epoch: int, order: Order | None = None) -> Plan:
+        """The plan of an epoch for a form that cuts utterances like this; in another order than the feed's, perhaps."""
+        return self._plan_of(cut, epoch, self.settings.rank, self.settings.world_size, order=order)
 
-    def _plan_of(self, cut: Cut, epoch: int, rank: int, world_size: int, skip: int = 0) -> Plan:
+    def _plan_of(
+        self, cut: Cut, epoch: int, rank: int, world_size: int, skip: int = 0, order: Order | None = None
+    ) -> Plan:
         s = self.settings
         return make_plan(
             self.library.corpus,
             partition_nbytes=self.budget.partition_nbytes,
-            shuffle=s.order,
+            shuffle=order or s.order,
             seed=s.seed,
             epoch=epoch,
             rank=rank,

@@ -15,7 +15,7 @@ from asyncfeed.planning.corpus import Corpus
 from asyncfeed.planning.draws import Purpose, generator
 from asyncfeed.units import MIB
 
-__all__ = ["BLOCK_NBYTES", "Order", "Shuffle"]
+__all__ = ["BLOCK_NBYTES", "Kind", "Order", "Shuffle"]
 
 Kind = Literal["file", "utterance", "block", "interleave", "own", "weighted"]
 Shuffle: TypeAlias = 'bool | Literal["utterance", "block", "interleave"] | Sequence[str] | Mapping[str, float]'
