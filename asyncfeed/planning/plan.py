@@ -237,7 +237,9 @@ def make_plan(
     order = shuffle if isinstance(shuffle, Order) else Order.of(shuffle)
     groups = None
     if cut.whole:
-        utts, groups = _whole_share(corpus, order, cut.grouping, seed, epoch, (rank, world_size), skip, even)
+        utts, groups = _whole_share(
+            corpus, order, cut.grouping, seed, epoch, (rank, world_size), skip, even, partition_nbytes
+        )
     else:
         utts = order.share(corpus, seed=seed, epoch=epoch, rank=rank, world_size=world_size)
     room = partition_nbytes - ALIGNMENT * (len(corpus.fields) + 1)
@@ -263,9 +265,6 @@ def make_plan(
     edges, sizes = _pack(charge, room, partition_nbytes)
     if groups is not None:
         edges = groups[edges]
-    elif order.kind == "interleave":
-        mixed = _interleaved(edges, seed, epoch, rank)
-        utts, starts, stops = utts[mixed], starts[mixed], stops[mixed]
     return Plan(
         utts, starts, stops, edges, sizes, partition_nbytes, order, seed, epoch, rank, world_size, cut, corpus, groups
     )
@@ -280,10 +279,13 @@ def _whole_share(
     ranks: tuple[int, int],
     skip: int,
     even: Even | None,
+    nbytes: int,
 ) -> tuple[Integers, Integers | None]:
     """Whole utterances of one rank, and where their batches begin and end."""
     rank, world_size = ranks
     utts = order.share(corpus, seed=seed, epoch=epoch)
+    if order.kind == "interleave":
+        utts = _interleaved(corpus, utts, nbytes, seed, epoch)
     if grouping is None:
         return utts[_strided(utts.size, rank, world_size, skip, even)], None
     positions, edges = grouping.group(corpus.catalogs[0].length[utts], shuffle=order.shuffles, seed=seed, epoch=epoch)
@@ -313,10 +315,13 @@ def _check_groups(
         raise _too_large(corpus, int(utts[groups[worst]]), need, partition_nbytes, segments, of)
 
 
-def _interleaved(edges: Integers, seed: int, epoch: int, rank: int) -> Integers:
-    """The slices of each partition in random order: those of all blocks in it together."""
+def _interleaved(corpus: Corpus, utts: Integers, nbytes: int, seed: int, epoch: int) -> Integers:
+    """The utterances of all blocks that fit into ``nbytes`` together, in random order; then those of the next."""
+    total = np.cumsum(corpus.nbytes[utts])
+    share = (total - corpus.nbytes[utts]) // max(nbytes, 1)
+    edges = np.flatnonzero(np.diff(share, prepend=-1, append=-1)) if utts.size else np.zeros(1, np.int64)
     parts = [
-        first + generator(seed, epoch, Purpose.RESIDENT, number, rank).permutation(last - first)
+        utts[first + generator(seed, epoch, Purpose.RESIDENT, number).permutation(last - first)]
         for number, (first, last) in enumerate(pairwise(edges.tolist()))
     ]
     return np.concatenate([np.empty(0, np.int64), *parts])
