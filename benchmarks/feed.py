@@ -24,7 +24,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-from figures import ROUNDS, Clock, Figure, arguments_of, in_turn, run, seconds, warm_up
+from figures import ROUNDS, Clock, Figure, arguments_of, feature_file, in_turn, run, seconds
 from h5py import h5s, h5t
 
 from asyncfeed import Feed
@@ -48,22 +48,6 @@ def aligned(nbytes: int) -> mmap.mmap:
 
 
 # -- data ----------------------------------------------------------------------------------------------------------
-
-
-def feature_file(path: Path, num: int, mean: int, dim: int, **options: object) -> Path:
-    """``num`` utterances of about ``mean`` frames of ``dim`` float32; made once."""
-    if not path.exists():
-        rng = np.random.default_rng(0)
-        lengths = np.maximum(rng.normal(mean, mean / 6, num).astype(int), 1)
-        noise = rng.random((int(lengths.max()), dim), dtype="f4")
-        temporary = path.with_suffix(".part")
-        with h5py.File(temporary, "w") as file:
-            for i, length in enumerate(lengths.tolist()):
-                noise[0] = i
-                file.create_dataset(f"utt{i:06d}", data=noise[:length], **options)
-        temporary.rename(path)
-    warm_up(path)
-    return path
 
 
 def large(data: Path) -> Path:

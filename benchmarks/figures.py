@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import h5py
+import numpy as np
+
 ROUNDS = 7
 
 
@@ -61,6 +64,22 @@ def warm_up(path: Path) -> None:
         buffer = bytearray(1 << 24)
         while file.readinto(buffer):
             pass
+
+
+def feature_file(path: Path, num: int, mean: int, dim: int, **options: object) -> Path:
+    """``num`` utterances of about ``mean`` frames of ``dim`` float32; made once."""
+    if not path.exists():
+        rng = np.random.default_rng(0)
+        lengths = np.maximum(rng.normal(mean, mean / 6, num).astype(int), 1)
+        noise = rng.random((int(lengths.max()), dim), dtype="f4")
+        temporary = path.with_suffix(".part")
+        with h5py.File(temporary, "w") as file:
+            for i, length in enumerate(lengths.tolist()):
+                noise[0] = i
+                file.create_dataset(f"utt{i:06d}", data=noise[:length], **options)
+        temporary.rename(path)
+    warm_up(path)
+    return path
 
 
 Row = Callable[[Path], Iterator[Figure]]
