@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import anyio
@@ -16,11 +18,14 @@ from asyncfeed.cache.modes import Mode
 from asyncfeed.cache.session import Session
 from asyncfeed.cache.store import Store
 from asyncfeed.cache.values import digest_of, to_array
-from asyncfeed.errors import CacheMissError, StaleCacheError
+from asyncfeed.errors import CacheMissError, StaleCacheError, UsageError
 
 __all__ = ["Computing", "Function"]
 
 Function = Callable[..., Any]
+
+_computed: ContextVar[tuple[tuple[Computing, str, bytes], ...]] = ContextVar("asyncfeed_computed", default=())
+"""What is being computed by whoever has called this, from the outside in."""
 
 
 class Computing:
@@ -67,15 +72,28 @@ class Computing:
         """What the function gives, kept; called once for all who ask for it at the same time."""
         store.check_id(uid)
         func = self.function(uid)
+        outer, inner = _computed.get(), (self, uid, digest)
+        if inner in outer:
+            raise UsageError(f"item {uid!r} is computed from itself: func has asked for it before giving it")
+        nested = any(computing is self for computing, *_ in outer)
 
         async def fly() -> NDArray[Any]:
-            async with limiter:
+            _computed.set((*outer, inner))
+            # What a function asks for runs in the place of that function, which waits for it.
+            async with contextlib.nullcontext() if nested else limiter:
                 value = await _result_of(func, uid, *args)
-            array = (await self.to_array(value)).copy()  # the function may use its memory again
-            await self._session.write(lambda: store.append(uid, array, digest))
+            with anyio.CancelScope(
+                shield=True
+            ):  # what a function has given is kept, whether anybody still wants it or not
+                array = (await self.to_array(value)).copy()  # the function may use its memory again
+                await self._session.write(lambda: store.append(uid, array, digest))
             return array
 
         return await self._session.flights.share((uid, digest), fly)
+
+    def is_under_way(self, uid: str, digest: bytes) -> bool:
+        """Whether the function is at work on an item just now."""
+        return (uid, digest) in self._session.flights
 
     def function(self, uid: str) -> Function:
         """The function. Raises `CacheMissError` if there is none to compute ``uid`` with."""

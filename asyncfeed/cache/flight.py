@@ -69,7 +69,6 @@ class Flights:
             call.begin()
             _spawn(lambda: self._fly(key, flight, call, compute))
         flight.waiting += 1
-        first = flight.waiting == 1
         try:
             await flight.landed.wait()
         finally:
@@ -80,7 +79,11 @@ class Flights:
         if flight.error is not None:
             raise flight.error
         assert flight.value is not None
-        return flight.value if first else flight.value.copy()
+        # The last one takes it: the others have copied it before anybody could change it.
+        return flight.value.copy() if flight.waiting else flight.value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._flights
 
     def cancel(self) -> None:
         """Cancel all of them, whoever waits."""

@@ -362,13 +362,15 @@ class Store:
         sealed = publish(self.settings, journal) if journal.entries else None
         if sealed is None:
             remove(journal.path)
-        self.journal = None
-        journal.close()
-        self._lock, lock = None, self._lock
-        if lock is not None:
-            lock.close()
-        if self.generations:
-            self._load(writing=False, strict=False)
+        try:
+            if self.generations:
+                self._load(writing=False, strict=False)
+        finally:  # not before: whoever looks meanwhile finds every item, here or there
+            self.journal = None
+            journal.close()
+            self._lock, lock = None, self._lock
+            if lock is not None:
+                lock.close()
         return sealed
 
     # -- merging -------------------------------------------------------------------------------------------------
