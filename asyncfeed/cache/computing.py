@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -114,5 +113,6 @@ async def _result_of(func: Function, *args: Any) -> Any:
     if inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None)):  # noqa: B004
         return await func(*args)
     # A limiter of its own: how many run at a time is decided above, and the threads of the event loop may all be taken.
-    result = await to_thread.run_sync(functools.partial(func, *args), limiter=anyio.CapacityLimiter(1))
+    # In a list, as trio takes a coroutine that comes from a thread for a mistake.
+    [result] = await to_thread.run_sync(lambda: [func(*args)], limiter=anyio.CapacityLimiter(1))
     return await result if inspect.isawaitable(result) else result
