@@ -29,6 +29,7 @@ from asyncfeed.cache.publish import (
     remove_unfinished,
 )
 from asyncfeed.cache.records import DATA_START, Entry
+from asyncfeed.cache.table import Form
 from asyncfeed.cache.view import Reader, View, intact, read_cached, read_item
 from asyncfeed.errors import (
     CacheMissError,
@@ -238,6 +239,11 @@ class Store:
         """Of the arguments that an item was computed from; empty if it is unknown."""
         entry = self._written.get(uid)
         return entry.digest if entry is not None else self.view.digest(self.view.rows[uid])
+
+    def form(self, uid: str) -> Form | None:
+        """dtype and shape of an item; None if it has to be read to know them."""
+        entry = self._written.get(uid)
+        return self.view.form(self.view.rows[uid]) if entry is None else (entry.dtype, entry.shape)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
