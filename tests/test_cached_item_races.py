@@ -372,7 +372,7 @@ def extract_plainly(uid: str, scale: float = 1.0) -> np.ndarray:
         pytest.param(functools.partial(Extractor(), scale=2.0), (), id="partial of such an object"),
         pytest.param(Extractor().method, (2.0,), id="async method"),
         pytest.param(Extractor().plain_method, (2.0,), id="plain method"),
-        pytest.param(lambda *args: Extractor()(*args), (2.0,), id="lambda that returns a coroutine"),
+        pytest.param(lambda uid, scale: extract(uid, scale=scale), (2.0,), id="lambda that returns a coroutine"),
         pytest.param(lambda *args: np.full(3, args[-1]), (2.0,), id="lambda"),
     ],
 )
