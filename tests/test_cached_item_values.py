@@ -109,25 +109,28 @@ def same(a: np.ndarray, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
-@pytest.mark.parametrize("name", VALUES)
-def test_a_value_is_the_same_array_on_miss_and_hit_in_journal_and_file(where, name, compression):
-    value, wanted = VALUES[name]
+def test_a_value_is_the_same_array_on_miss_and_hit_in_journal_and_file(where, compression):
+    async def found_by(item):
+        found = []
+        for name in VALUES:
+            found += [(name, array) for array in (await item.compute(name), await item.get(name), item[name])]
+        found += zip(VALUES, await item.get_many(VALUES), strict=True)
+        found += [pair async for pair in item]
+        return found
 
     async def main():
-        async with CachedItem(where, lambda uid: value, compression=compression) as item:
-            found = [await item.compute("x") for _ in range(2)]
-            await item.put("y", value)
-            found += [await item.get("y"), item["x"], *await item.get_many(["x", "y"])]
+        async with CachedItem(where, lambda uid: VALUES[uid][0], compression=compression) as item:
+            for name in list(VALUES)[::2]:
+                await item.put(name, VALUES[name][0])
+            found = await found_by(item)
             await item.to_reader()
-            found += [await item.compute("x"), await item.get("y"), item["x"], *await item.get_many(["x", "y"])]
-            found += [array async for _, array in item]
-            return found
+            return found + await found_by(item)
 
     found = asyncio.run(main())
 
-    assert len(found) == 13
-    assert all(same(array, wanted) for array in found)
-    assert all(array.flags.c_contiguous and array.flags.writeable and array.dtype.isnative for array in found)
+    assert len(found) == 10 * len(VALUES)
+    assert [name for name, array in found if not same(array, VALUES[name][1])] == []
+    assert all(a.flags.c_contiguous and a.flags.writeable and a.dtype.isnative for _, a in found)
 
 
 def test_tensors_of_torch_are_kept_exactly(where):
