@@ -191,7 +191,7 @@ class CachedHDF5DynamicItem(CachedDynamicItem):  # type: ignore[misc]  # SpeechB
             try:
                 return digest_of(tuple(inputs))
             except ItemTypeError as error:
-                self._tell(f"{error} The arguments of {self._name} are not compared")
+                self._tell(f"{error}. The arguments of {self._name} are not compared")
         return b""
 
     def _is_current(self, uid: str, digest: bytes) -> bool:
