@@ -17,7 +17,7 @@ from asyncfeed.cache.lock import PATIENCE, Lock
 from asyncfeed.cache.records import Entry
 from asyncfeed.cache.seal import Compression, UnexpectedLayoutError, seal, seal_copy
 from asyncfeed.cache.view import View, intact, read_item
-from asyncfeed.errors import ChangedFileError, DamagedFileError, StaleCacheError, StorageError
+from asyncfeed.errors import ChangedFileError, DamagedFileError, LockedFileError, StaleCacheError, StorageError
 from asyncfeed.planning.catalog import Access, Catalog
 from asyncfeed.storage.generations import COMPACTING, Generations
 from asyncfeed.storage.hdf5file import stamp
@@ -29,6 +29,7 @@ from asyncfeed.storage.source import Container
 __all__ = [
     "OnStale",
     "Settings",
+    "clear_merging",
     "journal_path",
     "lock_cache",
     "lock_path",
@@ -181,6 +182,14 @@ def merge(settings: Settings, view: View) -> None:
     finally:
         _clear(path)
     _keep_index(catalog, target)
+
+
+def clear_merging(settings: Settings) -> None:
+    """Remove what a process left that was killed while it merged: it may be as large as the cache."""
+    path = journal_path(settings, COMPACTING)
+    if settings.locking and any(map(os.path.lexists, (path, f"{path}.copy", f"{path}.scratch"))):
+        with contextlib.suppress(LockedFileError), lock_writer(settings, COMPACTING):
+            _clear(path)
 
 
 def _clear(path: str) -> None:

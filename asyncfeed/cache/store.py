@@ -20,6 +20,7 @@ from asyncfeed.cache.leftovers import adopt, remove_sealed_journal
 from asyncfeed.cache.lock import Lock
 from asyncfeed.cache.publish import (
     Settings,
+    clear_merging,
     journal_path,
     lock_cache,
     lock_writer,
@@ -105,6 +106,7 @@ class Store:
         self._lock = lock_writer(settings, settings.writer)
         try:
             path = journal_path(settings, settings.writer)
+            clear_merging(settings)
             remove_unfinished(path)
             remove_sealed_journal(settings, path)
             self._check_journal(path)
