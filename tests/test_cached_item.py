@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import pickle
 import subprocess
 import sys
 import threading
@@ -735,6 +736,18 @@ def test_a_feed_of_a_writer_is_refused_and_says_what_to_do(run, where):
                 Feed(item)
 
     run(main)
+
+
+def test_a_feed_of_a_cache_is_sent_by_pickle_and_streams_what_is_sealed_by_then(run, where):
+    async def main():
+        await fill(where, {"a": STREAMED["a"]})
+        async with CachedItem(where, mode="r") as item:
+            feed = pickle.loads(pickle.dumps(Feed(item, memory_budget="1m")))
+        await fill(where, {"b": STREAMED["b"]})
+        with feed:
+            return sorted({utt for utt, _, _ in feed})
+
+    assert run(main) == ["a", "b"]
 
 
 def test_a_feed_of_a_cache_of_another_name_streams_it(run, where):

@@ -141,6 +141,22 @@ def test_a_copy_that_was_never_used_closes_without_having_opened(run, where):
     assert run(main) == "closed"
 
 
+def test_a_copy_of_a_reader_is_one_also_within_async_with_and_opened_again(run, where):
+    async def main():
+        await fill(where, ITEMS)
+        async with CachedItem(where) as item:
+            await item.to_reader()
+            copy = pickle.loads(pickle.dumps(item))
+        modes = []
+        for _ in range(2):
+            async with copy:
+                modes.append((copy.mode, len(copy)))
+            modes.append(copy.mode)
+        return modes
+
+    assert run(main) == [("reader", 20), "closed"] * 2
+
+
 def test_a_writer_refuses_to_be_pickled_and_says_what_to_do_and_goes_on(run, where):
     async def main():
         async with CachedItem(where) as item:

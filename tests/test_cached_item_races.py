@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,25 @@ def test_whatever_can_be_called_or_awaited_can_be_the_func(run, where, func, arg
     values = run(main)
 
     assert [value.tolist() for value in values] == [[2.0] * 3] * 3
+
+
+SPEAKER: ContextVar[str] = ContextVar("speaker", default="nobody")
+
+
+@KINDS
+def test_func_sees_the_context_variables_of_whoever_asked_first(run, where, kind):
+    async def func(uid):
+        return len(SPEAKER.get())
+
+    def plain(uid):
+        return len(SPEAKER.get())
+
+    async def main():
+        async with CachedItem(where, func if kind == "async" else plain) as item:
+            SPEAKER.set("somebody else")
+            return (await item.compute("x")).item()
+
+    assert run(main) == len("somebody else")
 
 
 @KINDS

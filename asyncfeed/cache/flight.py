@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import sys
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Any
@@ -22,7 +23,8 @@ _tasks: set[object] = set()
 
 
 def _spawn(function: Callable[[], Any]) -> None:
-    """Run a coroutine function in a task that belongs to the event loop, and not to the task that asked for it.
+    """Run a coroutine function in a task that belongs to the event loop, and not to the task that asked for it; it sees
+    the context variables of that one.
 
     anyio has task groups only, which would tie it to the scope of one of those who wait.
     """
@@ -32,7 +34,7 @@ def _spawn(function: Callable[[], Any]) -> None:
         _tasks.add(task)
         task.add_done_callback(_tasks.discard)
     else:
-        sys.modules["trio"].lowlevel.spawn_system_task(function)
+        sys.modules["trio"].lowlevel.spawn_system_task(function, context=contextvars.copy_context())
 
 
 class _Flight:

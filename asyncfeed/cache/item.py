@@ -392,7 +392,7 @@ class CachedItem:
         keep_func = self._session.mode is Mode.CLOSED and _can_pickle(func)
         return {
             "settings": self._settings,
-            "first_mode": self._first_mode,
+            "first_mode": self._first_mode if self._session.mode is Mode.CLOSED else self._session.mode,
             "concurrency": self._concurrency,
             "begin": (self._session.mode, func if keep_func else None, self._computing.check_inputs),
         }

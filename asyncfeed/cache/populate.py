@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -157,7 +157,7 @@ class _Populating:
 
 
 def _parts_of(row: Row) -> tuple[str, tuple[Any, ...]]:
-    if isinstance(row, str | bytes) or not isinstance(row, Sequence) or not row or not isinstance(row[0], Hashable):
+    if isinstance(row, str | bytes) or not isinstance(row, Sequence) or not row or type(row[0]).__hash__ is None:
         raise ArgumentError(f"a row must be (uid, *args), and one is {row!r}")
     return row[0], tuple(row[1:])
 

@@ -73,6 +73,8 @@ class Session:
     async def enter(self, mode: Mode) -> None:
         """Open it."""
         opened = False
+        if self.mode is Mode.READER and self.store is None:  # it has come by pickle, and not been used yet
+            mode, self.mode = Mode.READER, Mode.CLOSED
 
         def open_store() -> None:
             nonlocal opened
