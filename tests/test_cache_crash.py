@@ -128,7 +128,7 @@ def test_killed_at_random_moments_a_cache_loses_nothing(tmp_path: Path):
         time.sleep(dice.uniform(0, 0.15))  # no synchronisation: the moment is the random thing
         os.kill(pid, signal.SIGKILL)
 
-    for run in range(12):
+    for run in range(10):
         status, told = in_child(lambda said, run=run: write_for_ever(tmp_path, 100_000 * run, said), kill)
         acknowledged |= told
 
@@ -149,7 +149,7 @@ def test_killed_while_it_writes_a_cache_has_every_acknowledged_item(tmp_path: Pa
         time.sleep(dice.uniform(0, 0.02))
         os.kill(pid, signal.SIGKILL)
 
-    for run in range(8):
+    for run in range(6):
         directory = tmp_path / str(run)
         status, told = in_child(lambda said, directory=directory: write_only(directory, said), kill)
 
@@ -188,13 +188,13 @@ class Killer:
 def prepare_sealing(directory: Path, compression: Any) -> set[int]:
     """One sealed generation, and a journal with more, and other values of what is sealed."""
     store = opened(directory, compression=compression)
-    put(store, range(6), lambda number: None)
+    put(store, range(4), lambda number: None)
     store.seal()
     store.close()
     store = opened(directory, compression=compression)
-    put(store, range(3, 10), lambda number: None)
+    put(store, range(2, 6), lambda number: None)
     store.close()
-    return set(range(10))
+    return set(range(6))
 
 
 def seal_all(directory: Path, compression: Any) -> None:
@@ -203,13 +203,13 @@ def seal_all(directory: Path, compression: Any) -> None:
 
 def prepare_merging(directory: Path, compression: Any) -> set[int]:
     """Three generations; the later ones replace some items of the earlier ones."""
-    for start in (0, 3, 6):
+    for start in (0, 2, 4):
         store = opened(directory, compression=compression)
-        for number in range(start, start + 6):  # until a later generation replaces it, the value is another one
-            store.append(uid_of(number), value_of(number + (number - start >= 3 and start < 6)))
+        for number in range(start, start + 4):  # until a later generation replaces it, the value is another one
+            store.append(uid_of(number), value_of(number + (number - start >= 2 and start < 4)))
         store.seal()
         store.close()
-    return set(range(12))
+    return set(range(8))
 
 
 def merge_all(directory: Path, compression: Any) -> None:

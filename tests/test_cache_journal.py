@@ -494,10 +494,13 @@ import os, sys, time
 from asyncfeed.cache.lock import Lock
 
 lock = Lock(sys.argv[1], "the thing", advice="wait")
+begun, begins = os.pipe()
 for _ in range(int(sys.argv[2])):
     if os.fork() == 0:
+        os.write(begins, b".")
         os.read(0, 1)  # until the parent of all closes the pipe
         os._exit(0)
+    os.read(begun, 1)
 print("held", flush=True)
 time.sleep(60)
 """
