@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import signal
@@ -535,7 +536,31 @@ def test_who_is_refused_learns_who_holds_the_lock(tmp_path: Path):
             lock(path)
 
         assert f"the thing is held by process {process.pid} on {socket.gethostname()}; wait" in str(caught.value)
-        assert Lock.host(str(path)) == socket.gethostname()
+        assert Lock.was_here(str(path))
+
+
+@pytest.mark.parametrize(
+    ("note", "here"),
+    [
+        ({"pid": 1, "host": socket.gethostname(), "boot": "another"}, True),
+        (
+            {
+                "pid": 1,
+                "host": "container-of-yesterday",
+                "boot": Path("/proc/sys/kernel/random/boot_id").read_text()[:-1],
+            },
+            True,
+        ),
+        ({"pid": 1, "host": "elsewhere", "boot": "another"}, False),
+        ({"pid": 1, "host": "elsewhere"}, False),
+        ({}, False),
+    ],
+)
+def test_a_machine_knows_its_own_locks_by_name_or_by_boot(tmp_path: Path, note: dict, here: bool):
+    path = tmp_path / "lock"
+    path.write_text(json.dumps(note))
+
+    assert Lock.was_here(str(path)) is here
 
 
 @pytest.mark.parametrize("children", [0, 2])

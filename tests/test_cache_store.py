@@ -467,6 +467,27 @@ def test_whoever_has_the_files_open_reads_on_after_they_were_merged_and_replaced
         assert holds(opened, items(1, 2, scale=7))
 
 
+def test_what_was_sealed_by_copying_does_not_come_back_after_compacting(place: Path):
+    """A process killed between publishing a compressed file and removing its journal leaves items that are old by then."""
+    journal = place / "cache.hdf5.main.journal"
+    with writer(place, compression="gzip") as opened:
+        for uid, array in items(1, 2).items():
+            opened.append(uid, array)
+        left = journal.read_bytes()
+        opened.seal()
+    journal.write_bytes(left)
+    newer = items(1, 2, scale=2.0)
+    fill(place, newer, compression="gzip", writer="other")
+
+    with reader(place) as opened:
+        opened.compact()
+
+    assert not journal.exists()
+    with writer(place) as opened:
+        assert holds(opened, newer)
+        assert not opened.journal.entries
+
+
 def test_a_damaged_item_is_found_and_not_merged(place: Path):
     path = fill(place, items(10, 20, 30))
     fill(place, items(5))

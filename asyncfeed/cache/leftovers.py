@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 
 from asyncfeed.cache.journal import Journal, read_header
 from asyncfeed.cache.lock import PATIENCE, Lock
@@ -46,7 +45,7 @@ def _journals(settings: Settings, but: str | None) -> list[str]:
 def _may_be_left(settings: Settings, path: str) -> bool:
     """Whether a journal is ours to adopt, if its writer has ended."""
     header = read_header(path)
-    here = Lock.host(lock_path(settings, _writer_of(settings, path))) == socket.gethostname()
+    here = Lock.was_here(lock_path(settings, _writer_of(settings, path)))
     return here and header is not None and header.fingerprint == settings.fingerprint
 
 
