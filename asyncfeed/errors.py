@@ -17,6 +17,7 @@
     └── UsageError                   what the caller did
         ├── ArgumentError                (ValueError) an argument that has no meaning
         ├── ShapeError                   (ValueError) frames of different shapes asked for as one array
+        ├── CacheExistsError             (FileExistsError) a cache that was to be new is there already
         ├── CacheMissError               (KeyError) the cache does not hold that item
         ├── ClosedError                  used after close
         ├── ConsumerError                two consumers where there can be one
@@ -36,6 +37,7 @@ __all__ = [
     "ArgumentError",
     "AsyncFeedError",
     "BudgetError",
+    "CacheExistsError",
     "CacheMissError",
     "ChangedFileError",
     "ClosedError",
@@ -134,6 +136,12 @@ class ArgumentError(UsageError, ValueError):
 
 class ShapeError(UsageError, ValueError):
     """Frames of different shapes or dtypes were asked for as one array."""
+
+
+class CacheExistsError(UsageError, FileExistsError):
+    """A cache was to be made, and there is one."""
+
+    __str__ = Exception.__str__
 
 
 class CacheMissError(UsageError, KeyError):

@@ -112,7 +112,8 @@ def _held() -> dict[str, list[str]]:
                 descriptors.append(target)
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
-        "threads": [t.name for t in threading.enumerate()],
+        # trio keeps threads for ten seconds, in case that there is more to do.
+        "threads": [t.name for t in threading.enumerate() if not t.name.startswith("Trio thread")],
         "descriptors": descriptors,
         "mappings": [
             line.split(maxsplit=5)[-1] for line in maps if "asyncfeed" in line and "/site-packages/" not in line

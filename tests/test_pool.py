@@ -95,6 +95,21 @@ class Taker:
 # -- coming back -------------------------------------------------------------------------------------------------
 
 
+def test_what_is_let_go_of_just_before_the_consumer_waits_is_used_again():
+    pool = pool_of(1)
+    views = [take(pool)]
+
+    def starving() -> bool:
+        """The last view dies while the reader looks whether the consumer waits."""
+        views.clear()
+        return True
+
+    anchor = pool.take(never, starving)
+
+    assert anchor is not None
+    assert (pool.num_made, pool.take_warning()) == (1, None)
+
+
 def test_a_segment_is_reclaimed_only_after_the_last_view():
     pool = pool_of(size=1)
     anchor = take(pool)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import anyio
@@ -16,11 +17,14 @@ from asyncfeed.cache.modes import Mode
 from asyncfeed.cache.session import Session
 from asyncfeed.cache.store import Store
 from asyncfeed.cache.values import digest_of, to_array
-from asyncfeed.errors import CacheMissError, StaleCacheError
+from asyncfeed.errors import CacheMissError, StaleCacheError, UsageError
 
 __all__ = ["Computing", "Function"]
 
 Function = Callable[..., Any]
+
+_computed: ContextVar[tuple[tuple[Computing, str, bytes], ...]] = ContextVar("asyncfeed_computed", default=())
+"""What is being computed by whoever has called this, from the outside in."""
 
 
 class Computing:
@@ -67,15 +71,28 @@ class Computing:
         """What the function gives, kept; called once for all who ask for it at the same time."""
         store.check_id(uid)
         func = self.function(uid)
+        outer, inner = _computed.get(), (self, uid, digest)
+        if inner in outer:
+            raise UsageError(f"item {uid!r} is computed from itself: func has asked for it before giving it")
+        nested = any(computing is self for computing, *_ in outer)
 
         async def fly() -> NDArray[Any]:
-            async with limiter:
+            _computed.set((*outer, inner))
+            # What a function asks for runs in the place of that function, which waits for it.
+            async with contextlib.nullcontext() if nested else limiter:
                 value = await _result_of(func, uid, *args)
-            array = (await self.to_array(value)).copy()  # the function may use its memory again
-            await self._session.write(lambda: store.append(uid, array, digest))
+            with anyio.CancelScope(
+                shield=True
+            ):  # what a function has given is kept, whether anybody still wants it or not
+                array = (await self.to_array(value)).copy()  # the function may use its memory again
+                await self._session.write(lambda: store.append(uid, array, digest))
             return array
 
         return await self._session.flights.share((uid, digest), fly)
+
+    def is_under_way(self, uid: str, digest: bytes) -> bool:
+        """Whether the function is at work on an item just now."""
+        return (uid, digest) in self._session.flights
 
     def function(self, uid: str) -> Function:
         """The function. Raises `CacheMissError` if there is none to compute ``uid`` with."""
@@ -96,5 +113,6 @@ async def _result_of(func: Function, *args: Any) -> Any:
     if inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None)):  # noqa: B004
         return await func(*args)
     # A limiter of its own: how many run at a time is decided above, and the threads of the event loop may all be taken.
-    result = await to_thread.run_sync(functools.partial(func, *args), limiter=anyio.CapacityLimiter(1))
+    # In a list, as trio takes a coroutine that comes from a thread for a mistake.
+    [result] = await to_thread.run_sync(lambda: [func(*args)], limiter=anyio.CapacityLimiter(1))
     return await result if inspect.isawaitable(result) else result

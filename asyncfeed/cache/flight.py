@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import sys
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Any
@@ -22,7 +23,8 @@ _tasks: set[object] = set()
 
 
 def _spawn(function: Callable[[], Any]) -> None:
-    """Run a coroutine function in a task that belongs to the event loop, and not to the task that asked for it.
+    """Run a coroutine function in a task that belongs to the event loop, and not to the task that asked for it; it sees
+    the context variables of that one.
 
     anyio has task groups only, which would tie it to the scope of one of those who wait.
     """
@@ -32,7 +34,7 @@ def _spawn(function: Callable[[], Any]) -> None:
         _tasks.add(task)
         task.add_done_callback(_tasks.discard)
     else:
-        sys.modules["trio"].lowlevel.spawn_system_task(function)
+        sys.modules["trio"].lowlevel.spawn_system_task(function, context=contextvars.copy_context())
 
 
 class _Flight:
@@ -69,7 +71,6 @@ class Flights:
             call.begin()
             _spawn(lambda: self._fly(key, flight, call, compute))
         flight.waiting += 1
-        first = flight.waiting == 1
         try:
             await flight.landed.wait()
         finally:
@@ -80,7 +81,11 @@ class Flights:
         if flight.error is not None:
             raise flight.error
         assert flight.value is not None
-        return flight.value if first else flight.value.copy()
+        # The last one takes it: the others have copied it before anybody could change it.
+        return flight.value.copy() if flight.waiting else flight.value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._flights
 
     def cancel(self) -> None:
         """Cancel all of them, whoever waits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import threading
 import weakref
@@ -17,8 +18,8 @@ from asyncfeed.cache.records import DATA_START, HEADER_START, POINTER_START, Hea
 from asyncfeed.cache.seal import ATTRIBUTE
 from asyncfeed.cache.table import Form, Table
 from asyncfeed.cache.values import DIGEST_NBYTES
-from asyncfeed.errors import DamagedFileError
-from asyncfeed.planning.catalog import Access, Catalog
+from asyncfeed.errors import DamagedFileError, SourceMissingError
+from asyncfeed.planning.catalog import Access, Catalog, FileStamp
 from asyncfeed.planning.strings import Strings
 from asyncfeed.process import call_in_child
 from asyncfeed.storage.hdf5 import REOPEN_EVERY
@@ -45,7 +46,7 @@ class Generation:
         self._close = weakref.finalize(self, os.close, self.fd)
         self.stamp = stamp(path, self.fd)
         self.nonce, self.fingerprint, self.table = self._identify()
-        self._datasets = _Datasets(path)
+        self._datasets = _Datasets(self.stamp, self.fd)
 
     def _identify(self) -> tuple[bytes, Fingerprint | None, Table]:
         header = Header.decode(os.pread(self.fd, POINTER_START - HEADER_START, HEADER_START))
@@ -82,8 +83,9 @@ class Generation:
 class _Datasets:
     """The file open in h5py, where that is needed; opened again now and then, as HDF5 keeps memory for all it has seen."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, found: FileStamp, fd: int) -> None:
+        self._stamp, self._fd = found, fd
+        self.path = found.path
         self.forked()
         call_in_child(self)
 
@@ -98,11 +100,23 @@ class _Datasets:
             try:
                 if self._file is None or self._reads % REOPEN_EVERY == 0:
                     self._shut()
-                    self._file = open_hdf5(self.path)
+                    self._file = self._opened()
                 self._reads += 1
                 return np.asarray(self._file[uid][()])
             except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise translate(error, self.path, f"read item {uid!r}") from error
+
+    def _opened(self) -> h5py.File:
+        with contextlib.suppress(SourceMissingError):
+            file = open_hdf5(self.path)
+            if stamp(self.path) == self._stamp:
+                return file
+            file.close()
+        # Merging took it away or put another one in its place, but whoever has it open goes on with it.
+        content = io.FileIO(os.dup(self._fd))
+        file = h5py.File(content, "r")
+        weakref.finalize(file, content.close)
+        return file
 
     def close(self) -> None:
         with self._lock:

@@ -57,6 +57,9 @@ class Groups:
         for uid in uids:
             self.add(uid)
 
+    def __len__(self) -> int:
+        return len(self._groups)
+
     def add(self, uid: str) -> None:
         if "/" in uid:
             self._groups.update(_above(uid))

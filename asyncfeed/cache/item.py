@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import anyio
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from asyncfeed.cache.computing import Computing, Function
+from asyncfeed.cache.iteration import Items
 from asyncfeed.cache.journal import Durability, Recovery
 from asyncfeed.cache.modes import Mode, check_call, mode_of
-from asyncfeed.cache.populate import OnError, Outcome, PopulateReport, Rows, populate
+from asyncfeed.cache.populate import OnError, Outcome, PopulateReport, ProgressBar, Rows, populate
 from asyncfeed.cache.publish import OnStale
 from asyncfeed.cache.seal import Compression
 from asyncfeed.cache.session import Session
@@ -25,15 +25,11 @@ from asyncfeed.cache.settings import checked_settings
 from asyncfeed.cache.store import Store, Verification
 from asyncfeed.errors import ArgumentError, ModeError
 from asyncfeed.storage.generations import DEFAULT_FILENAME, Generations
-from asyncfeed.units import MIB
 
 __all__ = ["CachedItem"]
 
 CONCURRENCY = 4
 """Functions that run at the same time, unless something else is asked for."""
-
-ITERATION_NBYTES = 16 * MIB
-"""Of items that are read at a time when all are gone through."""
 
 
 class CachedItem:
@@ -161,7 +157,12 @@ class CachedItem:
         if error is not None:
             self._session.flights.cancel()
         with anyio.CancelScope(shield=True):
-            await self.aclose()
+            try:
+                await self.aclose()
+            except anyio.get_cancelled_exc_class():  # that of asyncio goes through the shield: wait for nothing more
+                self._session.flights.cancel()
+                await self.aclose()
+                raise
 
     async def aclose(self) -> None:
         """Wait for what is in flight, then close. What was written and not sealed stays in the journal. Idempotent."""
@@ -297,13 +298,14 @@ class CachedItem:
             digest = await self._computing.digest(args)
             if await self._computing.is_there(store, uid, digest):
                 return "skipped"
+            twice = self._computing.is_under_way(uid, digest)
             await self._computing.compute(store, uid, args, digest, limiter)
-            return "computed"
+            return "skipped" if twice else "computed"
 
         async with self._session.calling("populate") as store:
             self._computing.function("")
             total = len(rows) if total is None and isinstance(rows, Sized) else total
-            with tqdm(total=total, unit="item", smoothing=0.05, disable=not progress) as bar:
+            with ProgressBar(total=total, unit="item", smoothing=0.05, disable=not progress) as bar:
                 return await populate(
                     rows,
                     lambda uid: not self._computing.check_inputs and uid in store,
@@ -359,11 +361,12 @@ class CachedItem:
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
-    async def __aiter__(self) -> AsyncIterator[tuple[str, NDArray[Any]]]:
-        """Every id and its item, in the order in which they were first written. Always copies, once."""
-        for uids in self._session.opened("items").in_batches(ITERATION_NBYTES):
-            for pair in zip(uids, await self._session.call("items", Store.read_many, uids), strict=True):
-                yield pair
+    def __aiter__(self) -> AsyncIterator[tuple[str, NDArray[Any]]]:
+        """Every id and its item, in the order in which they were first written. Always copies, once.
+
+        May be left at any time, and goes on over a switch of modes: with what was there when it began.
+        """
+        return Items(self._session)
 
     def as_source(self) -> Generations:
         """For ``Feed(item)``: what it streams.
@@ -389,7 +392,7 @@ class CachedItem:
         keep_func = self._session.mode is Mode.CLOSED and _can_pickle(func)
         return {
             "settings": self._settings,
-            "first_mode": self._first_mode,
+            "first_mode": self._first_mode if self._session.mode is Mode.CLOSED else self._session.mode,
             "concurrency": self._concurrency,
             "begin": (self._session.mode, func if keep_func else None, self._computing.check_inputs),
         }

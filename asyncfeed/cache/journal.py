@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,7 +19,7 @@ from asyncfeed.cache import records
 from asyncfeed.cache.fingerprint import Fingerprint
 from asyncfeed.cache.records import DATA_START, HEADER_START, Entry, Header, Kind, checksum_of
 from asyncfeed.cache.table import Entries
-from asyncfeed.errors import AsyncFeedError, DamagedFileError, WriteError
+from asyncfeed.errors import AsyncFeedError, ClosedError, DamagedFileError, WriteError
 from asyncfeed.storage.libc import start_writeback
 from asyncfeed.units import MIB, format_nbytes
 
@@ -75,18 +76,15 @@ class Journal:
         self.recovery: Recovery | None = None
         self.entries = Entries()
         self._durability = durability
-        self._failed = False
+        self._failed = self._closed = False
         self._appending, self._syncing = threading.Lock(), threading.Lock()
         with DiskErrors(path, "opened for writing"):
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            if os.fstat(self.fd).st_size <= DATA_START:
-                self._begin(fingerprint)
-            else:
-                self._replay()
-        except BaseException:
-            os.close(self.fd)
-            raise
+        weakref.finalize(self, os.close, self.fd)  # not in close(): another thread may be reading an item just now
+        if os.fstat(self.fd).st_size <= DATA_START:
+            self._begin(fingerprint)
+        else:
+            self._replay()
         self._synced = self._written_back = self._end
 
     def _begin(self, fingerprint: Fingerprint) -> None:
@@ -173,7 +171,7 @@ class Journal:
             self._failed = True  # the kernel reports a failure once, and then takes for written what is not
             with DiskErrors(self.path, "brought to disk"):
                 os.fdatasync(self.fd)
-            self._failed = False
+            self._failed = self._closed = False
             self._synced = reached
 
     def append_table(self, archive: NDArray[np.uint8]) -> Entry:
@@ -182,6 +180,8 @@ class Journal:
             return self._write(Kind.TABLE, "", archive, b"", checksum_of(archive.data))
 
     def _write(self, kind: Kind, uid: str, array: NDArray[Any], digest: bytes, checksum: int) -> Entry:
+        if self._closed:
+            raise ClosedError(f"nothing is written to {self.path} any more: it was sealed, or the cache was closed")
         start = self._end
         pieces = records.encode(self.header.nonce, kind, uid, array, digest, checksum)
         with DiskErrors(self.path, f"written to (item {uid!r})", lambda: os.ftruncate(self.fd, start)):
@@ -209,10 +209,8 @@ class Journal:
         self._end = end
 
     def close(self) -> None:
-        """Close the file, which stays as it is. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Write nothing any more; the file stays as it is, and is closed when nobody refers to this. Idempotent."""
+        self._closed = True
 
 
 def _checksum_of(content: mmap.mmap, entry: Entry) -> int:

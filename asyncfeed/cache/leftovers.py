@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 
 from asyncfeed.cache.journal import Journal, read_header
 from asyncfeed.cache.lock import PATIENCE, Lock
@@ -29,21 +28,25 @@ def adopt(settings: Settings, *, but: str | None = None) -> None:
     """
     if not settings.locking:
         return  # nothing tells that they have ended
-    left = [path for path in settings.generations.journals() if _is_left(settings, path, but)]
-    if left:
-        # Who comes while another one is at it waits, and then finds the items.
-        with contextlib.suppress(LockedFileError), _lock_leftovers(settings):
-            for path in left:
+    if not _journals(settings, but):
+        return
+    # Who comes while another one is at it waits, and then finds the items.
+    with contextlib.suppress(LockedFileError), _lock_leftovers(settings):
+        for path in _journals(settings, but):
+            if _may_be_left(settings, path):
                 with contextlib.suppress(LockedFileError), lock_writer(settings, _writer_of(settings, path)):
                     _seal(settings, path)
 
 
-def _is_left(settings: Settings, path: str, but: str | None) -> bool:
-    """Whether a journal may be adopted, if its writer has ended."""
-    writer = _writer_of(settings, path)
+def _journals(settings: Settings, but: str | None) -> list[str]:
+    return [path for path in settings.generations.journals() if _writer_of(settings, path) != but]
+
+
+def _may_be_left(settings: Settings, path: str) -> bool:
+    """Whether a journal is ours to adopt, if its writer has ended."""
     header = read_header(path)
-    here = Lock.host(lock_path(settings, writer)) == socket.gethostname()
-    return writer != but and here and header is not None and header.fingerprint == settings.fingerprint
+    here = Lock.was_here(lock_path(settings, _writer_of(settings, path)))
+    return here and header is not None and header.fingerprint == settings.fingerprint
 
 
 def _seal(settings: Settings, path: str) -> None:

@@ -64,11 +64,15 @@ class Lock:
             os.close(fd)
 
     @staticmethod
-    def host(path: str) -> str | None:
-        """The machine that had a lock last; None if that is not known."""
+    def was_here(path: str) -> bool:
+        """Whether it was a process of this machine that had a lock last, so that the lock tells whether it has ended.
+
+        The machine is that of the same name, or of the same boot: containers have a name of their own every time.
+        """
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            return _note(file.fileno()).get("host")
-        return None
+            note = _note(file.fileno())
+            return any(note.get(name) == value for name, value in _machine().items())
+        return False
 
     def forked(self) -> None:
         """In a forked child: the parent holds it, and the child must not keep it held after the parent's death."""
@@ -101,7 +105,15 @@ def _acquire(fd: int, path: str, what: str, advice: str, patience: float) -> Non
         time.sleep(0.005)  # there is nobody to notify us: flock can wait, but then without end
     os.ftruncate(fd, 0)
     with contextlib.suppress(OSError):  # the note is for others; a full disk is no reason not to lock
-        os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        os.pwrite(fd, json.dumps({"pid": os.getpid(), **_machine()}).encode(), 0)
+
+
+def _machine() -> dict[str, str]:
+    """What tells this machine from others."""
+    machine = {"host": socket.gethostname()}
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        machine["boot"] = file.read().strip()
+    return machine
 
 
 def _holder(fd: int) -> str:

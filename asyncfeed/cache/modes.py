@@ -72,8 +72,17 @@ def check_call(call: str, mode: Mode) -> None:
         )
 
 
-def check_step(mode: Mode, wanted: Mode) -> None:
-    """Raise `ModeError` if no step leads from one mode to another."""
+def check_step(mode: Mode, wanted: Mode, *, opening: bool = False) -> None:
+    """Raise `ModeError` if no step leads from one mode to another; ``opening`` leads from closed, and nothing else does."""
+    if opening and mode is not Mode.CLOSED:
+        raise ModeError(
+            f"the cache is in {mode.value} mode already, and cannot be opened in {wanted.value} mode; close it first"
+        )
+    if mode is Mode.CLOSED and wanted is not Mode.CLOSED and not opening:
+        raise ModeError(
+            f"to_{wanted.value}() leads from one open mode to the other, and the cache is in closed mode; open it with "
+            f"'async with'"
+        )
     if wanted not in STEPS[mode]:
         raise ModeError(
             f"the cache is in {mode.value} mode, from which no step leads to {wanted.value} mode; "

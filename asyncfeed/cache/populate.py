@@ -12,10 +12,11 @@ import anyio
 from anyio import to_thread
 from anyio.lowlevel import checkpoint
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from tqdm import tqdm
 
 from asyncfeed.errors import ArgumentError
 
-__all__ = ["OnError", "Outcome", "PopulateReport", "Rows", "populate"]
+__all__ = ["OnError", "Outcome", "PopulateReport", "ProgressBar", "Rows", "populate"]
 
 OnError = Literal["raise", "skip"]
 Row: TypeAlias = "Sequence[Any]"
@@ -28,6 +29,12 @@ TURN = 0.002
 
 MAX_ROWS = 256
 """Rows taken from an iterator at a time, if they come that quickly."""
+
+
+class ProgressBar(tqdm):  # type: ignore[type-arg]
+    """A bar without the thread that tqdm keeps to look after those that stand still, even if none is shown."""
+
+    monitor_interval = 0
 
 
 @dataclass(slots=True)
@@ -101,7 +108,7 @@ class _Populating:
         landed: Callable[[], object],
     ) -> None:
         self.report = PopulateReport()
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.cancel: Callable[[], object] = lambda: None
         self._work, self._on_error, self._landed = work, on_error, landed
 
@@ -134,6 +141,9 @@ class _Populating:
                     return
                 self.report.failed[uid] = error
                 self._landed()
+            except (KeyboardInterrupt, SystemExit) as error:  # not in a group, where nobody would look for it
+                self._fail(error)
+                return
             else:
                 self._note(outcome)
 
@@ -141,13 +151,13 @@ class _Populating:
         setattr(self.report, outcome, getattr(self.report, outcome) + 1)
         self._landed()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
         self.cancel()
 
 
 def _parts_of(row: Row) -> tuple[str, tuple[Any, ...]]:
-    if isinstance(row, str | bytes) or not isinstance(row, Sequence) or not row:
+    if isinstance(row, str | bytes) or not isinstance(row, Sequence) or not row or type(row[0]).__hash__ is None:
         raise ArgumentError(f"a row must be (uid, *args), and one is {row!r}")
     return row[0], tuple(row[1:])
 

@@ -12,15 +12,15 @@ from typing import Literal
 from asyncfeed.cache.fingerprint import Fingerprint
 from asyncfeed.cache.generation import Generation
 from asyncfeed.cache.ids import Groups
-from asyncfeed.cache.journal import DiskErrors, Durability, Journal, sync_directory
+from asyncfeed.cache.journal import DiskErrors, Durability, Journal, read_header, sync_directory
 from asyncfeed.cache.lock import PATIENCE, Lock
 from asyncfeed.cache.records import Entry
 from asyncfeed.cache.seal import Compression, UnexpectedLayoutError, seal, seal_copy
 from asyncfeed.cache.view import View, intact, read_item
-from asyncfeed.errors import ChangedFileError, DamagedFileError, StaleCacheError, StorageError
+from asyncfeed.errors import ChangedFileError, DamagedFileError, LockedFileError, StaleCacheError, StorageError
 from asyncfeed.planning.catalog import Catalog
 from asyncfeed.storage.generations import COMPACTING, Generations
-from asyncfeed.storage.hdf5file import stamp
+from asyncfeed.storage.hdf5file import open_hdf5, stamp
 from asyncfeed.storage.index import beside, save_index
 from asyncfeed.storage.libc import rename_exclusive
 from asyncfeed.storage.scan import scan
@@ -29,6 +29,7 @@ from asyncfeed.storage.source import Container
 __all__ = [
     "OnStale",
     "Settings",
+    "clear_merging",
     "journal_path",
     "lock_cache",
     "lock_path",
@@ -175,12 +176,31 @@ def merge(settings: Settings, view: View) -> None:
             _check_there(view)
             os.replace(merged, target)
             sync_directory(target)
+            _remove_sealed_journals(settings, view)
             for generation in view.generations:  # the oldest first: what is left always ends with the newest
                 if generation.path != target:
                     remove(generation.path)
     finally:
         _clear(path)
     _keep_index(catalog, target)
+
+
+def _remove_sealed_journals(settings: Settings, view: View) -> None:
+    """Remove journals that were sealed by copying them, and are still there because the process was killed then: with the
+    generation it will be forgotten that their items are old."""
+    nonces = {generation.nonce for generation in view.generations}
+    for path in settings.generations.journals():
+        header = read_header(path)
+        if header is not None and header.nonce in nonces:
+            remove(path)
+
+
+def clear_merging(settings: Settings) -> None:
+    """Remove what a process left that was killed while it merged: it may be as large as the cache."""
+    path = journal_path(settings, COMPACTING)
+    if settings.locking and any(map(os.path.lexists, (path, f"{path}.copy", f"{path}.scratch"))):
+        with contextlib.suppress(LockedFileError), lock_writer(settings, COMPACTING):
+            _clear(path)
 
 
 def _clear(path: str) -> None:
@@ -266,11 +286,21 @@ def _inspected(path: str, entries: Mapping[str, Entry]) -> Catalog:
     except StorageError as error:
         raise UnexpectedLayoutError("HDF5 cannot read what was made of its metadata") from error
     found = dict(zip(catalog.ids, catalog.offset.tolist(), strict=True))
-    skipped = {s.utt for s in catalog.skipped}
-    for uid, entry in entries.items():
-        if found.get(uid) != entry.offset and entry.nbytes and uid not in skipped:
-            raise UnexpectedLayoutError(f"HDF5 does not find item {uid!r} where it is")
+    elsewhere = {uid: e.offset for uid, e in entries.items() if e.nbytes and found.get(uid) != e.offset}
+    if elsewhere:
+        _look_up(path, elsewhere)
     return catalog
+
+
+def _look_up(path: str, places: Mapping[str, int]) -> None:
+    """Ask HDF5 itself for what a catalog does not place: it is no number to a feed, or converted on the way."""
+    try:
+        with open_hdf5(path) as file:
+            wrong = next((uid for uid, offset in places.items() if file[uid].id.get_offset() != offset), None)
+    except (OSError, KeyError, RuntimeError, ValueError, AttributeError) as error:
+        raise UnexpectedLayoutError("HDF5 cannot read what was made of its metadata") from error
+    if wrong is not None:
+        raise UnexpectedLayoutError(f"HDF5 does not find item {wrong!r} where it is")
 
 
 def _keep_index(catalog: Catalog, path: str) -> None:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from asyncfeed.cache.fingerprint import Fingerprint
 from asyncfeed.cache.journal import DiskErrors, Journal, write_all
 from asyncfeed.cache.records import DATA_START, HEADER_START, POINTER_START, Entry, Header, Pointer
+from asyncfeed.cache.room import Room, data_nbytes, hdf5_errors, metadata_nbytes
 from asyncfeed.cache.table import Entries
 from asyncfeed.cache.values import type_id
 
@@ -70,21 +71,23 @@ def seal(journal: Journal) -> None:
     except BaseException:
         journal.rewind(end)
         raise
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(scratch)
 
 
 def _metadata(path: str, entries: Mapping[str, Entry], end: int, fingerprint: Fingerprint) -> tuple[bytes, bytes]:
     """What HDF5 writes for these datasets: before `HEADER_START`, and from ``end`` on."""
-    with DiskErrors(path, "made"), _file_around(path, end, fingerprint) as file:
-        addresses = _create_datasets(file, entries)
-    with open(path, "rb") as scratch:
-        head = bytearray(scratch.read(HEADER_START))
-        scratch.seek(end)
-        tail = bytearray(scratch.read())
+    try:
+        with hdf5_errors(path), _file_around(path, end, fingerprint) as file, Room(path) as room:
+            room.take(end, end + metadata_nbytes(entries))
+            addresses = _create_datasets(file, entries)
+        with open(path, "rb") as scratch:
+            head = bytearray(scratch.read(HEADER_START))
+            scratch.seek(end)
+            tail = bytearray(scratch.read(max(_end_in(head) - end, 0)))
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
     if not tail:  # all of it has found room at the beginning, and HDF5 takes the file to end there
-        _enter_end(head, end)
+        struct.pack_into("<Q", head, SUPERBLOCK_END, end)
     for address, entry in zip(addresses, entries.values(), strict=True):
         if entry.nbytes:
             # HDF5 puts the first headers into what is left of the block that it began the file with.
@@ -133,11 +136,12 @@ def _create_datasets(file: h5py.File, entries: Mapping[str, Entry]) -> list[int]
     return addresses
 
 
-def _enter_end(metadata: bytearray, end: int) -> None:
-    """Write into the superblock where the file ends."""
+def _end_in(metadata: bytes | bytearray) -> int:
+    """Where the file ends, as the superblock says."""
     if metadata[SUPERBLOCK_VERSION] != 0:
         raise UnexpectedLayoutError("HDF5 begins a file otherwise than expected")
-    struct.pack_into("<Q", metadata, SUPERBLOCK_END, end)
+    (end,) = struct.unpack_from("<Q", metadata, SUPERBLOCK_END)
+    return int(end)
 
 
 def _enter_place(metadata: bytearray, header: int, entry: Entry) -> None:
@@ -176,16 +180,19 @@ def seal_copy(
     table = entries.to_table()
     table.offset.fill(-1)
     archive = table.to_archive()
+    start, metadata = DATA_START + archive.size, metadata_nbytes(entries)
     try:
-        with DiskErrors(path, "made"):
-            with _file_around(path, DATA_START + archive.size, header.fingerprint) as file:
+        with hdf5_errors(path):
+            with _file_around(path, start, header.fingerprint) as file, Room(path) as room:
+                room.take(0, start)
                 for row, uid in enumerate(entries):
-                    offset = _create_filled(file, uid, read(uid), compression).get_offset()
+                    offset = _create_filled(file, uid, read(uid), compression, room, metadata)
                     table.offset[row] = -1 if offset is None else offset
             with open(path, "r+b", buffering=0) as sealed:
                 archive = table.to_archive()  # of the same size: numbers take the same room
-                size = max(os.fstat(sealed.fileno()).st_size, DATA_START + archive.size)
+                size = max(_end_in(sealed.read(HEADER_START)), start)
                 pointer = Pointer(DATA_START, archive.size, size)
+                os.ftruncate(sealed.fileno(), size)
                 write_all(sealed.fileno(), [archive.data], DATA_START)
                 os.pwrite(sealed.fileno(), pointer.encode(), POINTER_START)
                 os.pwrite(sealed.fileno(), header.encode(), HEADER_START)
@@ -196,8 +203,17 @@ def seal_copy(
         raise
 
 
-def _create_filled(file: h5py.File, uid: str, array: NDArray[Any], compression: Compression) -> h5d.DatasetID:
+def _create_filled(
+    file: h5py.File, uid: str, array: NDArray[Any], compression: Compression, room: Room, metadata: int
+) -> int | None:
+    """Write an item; where its bytes are, if they are in one place."""
     if array.dtype.kind in "mM":
         array = array.astype(h5py.opaque_dtype(array.dtype))
     filters = {"compression": compression} if compression is not None and array.size and array.ndim else {}
-    return file.create_dataset(uid, data=array, **filters).id
+    room.take(0, file.id.get_filesize() + metadata)
+    dataset = file.create_dataset(uid, array.shape, array.dtype, **filters)
+    room.take(0, file.id.get_filesize() + metadata + data_nbytes(dataset))
+    if array.size:
+        dataset.id.write(h5s.ALL, h5s.ALL, array)
+    offset: int | None = dataset.id.get_offset()
+    return offset

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import anyio
-from anyio.lowlevel import checkpoint
+from anyio.lowlevel import checkpoint, current_token
 from numpy.typing import NDArray
 
 from asyncfeed.cache.flight import Flights
@@ -47,11 +47,21 @@ class Session:
         call_in_child(self)
 
     def _begin(self) -> None:
-        """What belongs to an event loop is made anew when the cache is opened."""
+        self._writer, self._threads = Worker("asyncfeed-writer"), Threads()
+        self._begin_in(None)
+
+    def _begin_in(self, loop: object) -> None:
+        """What belongs to an event loop is made anew in another one; what was in flight in one that has ended is gone."""
+        self._loop = loop
         self._gate = Gate()
         self.flights = Flights(self._gate)
         self._functions: anyio.CapacityLimiter | None = None
-        self._writer, self._threads = Worker("asyncfeed-writer"), Threads()
+
+    def _gate_here(self) -> Gate:
+        loop = current_token().native_token
+        if self._loop is not loop:
+            self._begin_in(loop)
+        return self._gate
 
     def forked(self) -> None:
         """In a forked child: whatever was in flight is the parent's."""
@@ -62,18 +72,22 @@ class Session:
 
     async def enter(self, mode: Mode) -> None:
         """Open it."""
-        check_step(self.mode, mode)
-        self._begin()
+        opened = False
+        if self.mode is Mode.READER and self.store is None:  # it has come by pickle, and not been used yet
+            mode, self.mode = Mode.READER, Mode.CLOSED
 
         def open_store() -> None:
+            nonlocal opened
             self.store = self._open(mode)
+            opened = True
 
         try:
-            await self._switch(mode, open_store)
-        except BaseException:  # cancelled, perhaps after it was opened
-            with anyio.CancelScope(shield=True):
-                await self.leave()
-            self._threads.shut_down()
+            await self._switch(mode, open_store, opening=True)
+        except BaseException:
+            if opened:  # and cancelled: nobody will close it
+                with anyio.CancelScope(shield=True):
+                    await self.leave()
+            self._end_threads()
             raise
 
     async def leave(self) -> None:
@@ -85,9 +99,17 @@ class Session:
                 store.close()
 
         if self.mode is not Mode.CLOSED:
-            await self._switch(Mode.CLOSED, close_store)
-            self._writer.close()
+            try:
+                await self._switch(Mode.CLOSED, close_store)
+            finally:  # a task that was cancelled meanwhile has closed it all the same, or has not begun
+                self._end_threads()
+
+    def _end_threads(self) -> None:
+        """If it is closed."""
+        if self.mode is Mode.CLOSED:
             self._threads.shut_down()
+            writer, self._writer = self._writer, Worker("asyncfeed-writer")
+            writer.close()
 
     async def to_reader(self) -> None:
         """Wait for what is in flight, then seal."""
@@ -110,7 +132,7 @@ class Session:
     def _open(self, mode: Mode) -> Store:
         return Store(self.settings, writing=mode is Mode.WRITER)
 
-    async def _switch(self, wanted: Mode, step: Callable[[], object]) -> None:
+    async def _switch(self, wanted: Mode, step: Callable[[], object], *, opening: bool = False) -> None:
         """Go to another mode if ``step()``, called in a thread, ends well; stay in this one if not.
 
         A task that is cancelled meanwhile leaves behind one or the other, and nothing between.
@@ -120,9 +142,11 @@ class Session:
             step()
             self.mode = wanted
 
-        check_step(self.mode, wanted)
-        async with self._gate.switch():
-            check_step(self.mode, wanted)  # another switch may have come first
+        check_step(self.mode, wanted, opening=opening)
+        async with self._gate_here().switch():
+            if self.mode is wanted is Mode.CLOSED:
+                return  # two have closed it at the same time
+            check_step(self.mode, wanted, opening=opening)  # another switch may have come first
             self._ready = None
             try:
                 await self._writer.settle()  # what cancelled tasks have left to be written
@@ -138,7 +162,7 @@ class Session:
         Raises:
             ModeError: the mode does not allow this call.
         """
-        return _Calling(self, self._gate, call)
+        return _Calling(self, self._gate_here(), call)
 
     async def call(self, call: str, function: Callable[..., Result], *args: Any) -> Result:
         """Call ``function(store, *args)`` in a thread."""

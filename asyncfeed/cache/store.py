@@ -20,6 +20,7 @@ from asyncfeed.cache.leftovers import adopt, remove_sealed_journal
 from asyncfeed.cache.lock import Lock
 from asyncfeed.cache.publish import (
     Settings,
+    clear_merging,
     journal_path,
     lock_cache,
     lock_writer,
@@ -29,6 +30,7 @@ from asyncfeed.cache.publish import (
     remove_unfinished,
 )
 from asyncfeed.cache.records import DATA_START, Entry
+from asyncfeed.cache.table import Form
 from asyncfeed.cache.view import Reader, View, intact, read_cached, read_item
 from asyncfeed.errors import (
     CacheMissError,
@@ -104,6 +106,7 @@ class Store:
         self._lock = lock_writer(settings, settings.writer)
         try:
             path = journal_path(settings, settings.writer)
+            clear_merging(settings)
             remove_unfinished(path)
             remove_sealed_journal(settings, path)
             self._check_journal(path)
@@ -239,6 +242,11 @@ class Store:
         entry = self._written.get(uid)
         return entry.digest if entry is not None else self.view.digest(self.view.rows[uid])
 
+    def form(self, uid: str) -> Form | None:
+        """dtype and shape of an item; None if it has to be read to know them."""
+        entry = self._written.get(uid)
+        return self.view.form(self.view.rows[uid]) if entry is None else (entry.dtype, entry.shape)
+
     # -- reading -------------------------------------------------------------------------------------------------
 
     def read_cached(self, uid: str) -> NDArray[Any] | None:
@@ -362,13 +370,15 @@ class Store:
         sealed = publish(self.settings, journal) if journal.entries else None
         if sealed is None:
             remove(journal.path)
-        self.journal = None
-        journal.close()
-        self._lock, lock = None, self._lock
-        if lock is not None:
-            lock.close()
-        if self.generations:
-            self._load(writing=False, strict=False)
+        try:
+            if self.generations:
+                self._load(writing=False, strict=False)
+        finally:  # not before: whoever looks meanwhile finds every item, here or there
+            self.journal = None
+            journal.close()
+            self._lock, lock = None, self._lock
+            if lock is not None:
+                lock.close()
         return sealed
 
     # -- merging -------------------------------------------------------------------------------------------------

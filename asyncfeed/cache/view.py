@@ -55,6 +55,10 @@ class View:
             return generation.fd, None
         return generation.fd, Entry(self._offset[row], self._nbytes[row], *form, self._checksum[row])
 
+    def form(self, row: int) -> Form | None:
+        """dtype and shape of an item; None if only HDF5 knows."""
+        return self._forms[self._form[row]]
+
     def item_nbytes(self, row: int) -> int:
         """Of one item, in memory; 0 if only HDF5 knows."""
         return self._nbytes[row]
@@ -92,6 +96,10 @@ class View:
             array, form = self._converted(row, uid), self._forms[self._form[row]]
             return array if form is None else array.view(form[0])  # HDF5 does not know all of them by name
         return read_item(fd, entry, uid, self.path(row))
+
+    def read_as_is(self, row: int, uid: str) -> NDArray[Any]:
+        """An item as HDF5 gives it, text and all."""
+        return self.generations[self._file[row]].read_through_hdf5(uid)
 
     def _converted(self, row: int, uid: str) -> NDArray[Any]:
         """An item that HDF5 has to read."""

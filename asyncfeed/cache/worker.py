@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+
+import anyio
 
 from asyncfeed.engine.signal import Signal
 
@@ -52,6 +55,13 @@ class _Job(Generic[Result]):
             await self._signal.wait_async()
         return False
 
+    async def settle(self) -> None:
+        """Wait until it is done, also when the task is cancelled once more."""
+        with anyio.CancelScope(shield=True):
+            while not self._finished:
+                with contextlib.suppress(anyio.get_cancelled_exc_class()):
+                    await self.wait(0.0)
+
 
 class Worker:
     """A thread of its own, started when it is first needed. Ends when it is closed or collected, or with the interpreter.
@@ -67,13 +77,22 @@ class Worker:
         self._end = weakref.finalize(self, self._jobs.put, None)
 
     async def do(self, function: Callable[[], Result]) -> Result:
-        """Call a function in the thread, after all that was asked for before. Goes on if this task is cancelled."""
+        """Call a function in the thread, after all that was asked for before.
+
+        A task that is cancelled meanwhile waits until it is done: it may be at work on memory of the caller's.
+        """
         if not self._started:
             self._started = True
             self._thread.start()
         job = _Job(function)
         self._jobs.put(job)
-        quick = await job.wait(self._patience)
+        try:
+            quick = await job.wait(self._patience)
+        except GeneratorExit:  # the event loop is gone, and with it the way to wait
+            raise
+        except BaseException:
+            await job.settle()
+            raise
         self._patience = PATIENCE if quick or not self._patience else 0.0  # a slow disk must not hold up the event loop
         if job.error is not None:
             raise job.error

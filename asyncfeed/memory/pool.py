@@ -106,17 +106,24 @@ class SegmentPool:
             BudgetError: one more is needed, and there is no memory for it.
         """
         while not stopped():
-            for message in self.inbox.pending():
-                self._hear(message)
-            if self._free:
-                return self._lend(self._free.pop())
-            if len(self._lent) < self.size:
-                return self._lend(self._new())
-            if starving():
-                self._make_room()
-                return self._lend(self._new())
+            anchor = self._take_free()
+            if anchor is None and starving():
+                anchor = self._take_free()  # what the consumer let go of just before it began to wait
+                if anchor is None:
+                    self._make_room()
+                    anchor = self._lend(self._new())
+            if anchor is not None:
+                return anchor
             self._hear(self.inbox.wait())
         return None
+
+    def _take_free(self) -> Anchor | None:
+        """A segment that is free or may be made; None if all are held by views."""
+        for message in self.inbox.pending():
+            self._hear(message)
+        if self._free:
+            return self._lend(self._free.pop())
+        return self._lend(self._new()) if len(self._lent) < self.size else None
 
     def let_go(self) -> None:
         """Forget all segments: those that nobody sees are gone at once, the others with their last view.
