@@ -149,6 +149,13 @@ class Plan(Sequence[Partition]):
         """The random stream that shuffles the units of a partition."""
         return generator(self.seed, self.epoch, Purpose.FRAMES, partition.number)
 
+    def order_units(self, partition: Partition, units: NDArray[np.int32]) -> None:
+        """Bring the units of a partition, which come as 0, 1, 2 ..., into their shuffled order, in place.
+
+        A plan whose order is not ours to choose has its own way here.
+        """
+        self.draws(partition).shuffle(units)
+
     def __str__(self) -> str:
         order = f"shuffled with seed {self.seed}" if self.shuffle else "in file order"
         ranks = f", rank {self.rank} of {self.world_size}" if self.world_size > 1 else ""
