@@ -7,7 +7,7 @@ Python's ``random.Random`` everything else.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -56,30 +56,43 @@ class _Pieces:
     edges: Integers
 
 
-def pack_frames(lengths: Sequence[int], widths: Sequence[int], partition_nbytes: int) -> _Pieces:
+def pack_frames(lengths: Integers, widths: Integers, partition_nbytes: int) -> _Pieces:
     """Fill partitions with frames, cutting utterances where a partition is full.
 
     A partition ends when not one more frame of the utterance fits, or else, after an utterance, when none of the next
     one does. ``widths`` are bytes per frame, each at most ``partition_nbytes``; frames without bytes always fit.
     Utterances without frames are passed over.
     """
-    pieces: list[tuple[int, int, int]] = []
-    edges, free = [0], partition_nbytes
-    filled = [place for place, length in enumerate(lengths) if length]
-    after = [*(widths[place] for place in filled[1:]), partition_nbytes + 1]  # nothing fits after the last
-    for place, next_width in zip(filled, after, strict=False):
-        start, length, width = 0, lengths[place], widths[place]
-        while start < length:
-            fitting = free // width if width else length + 1
-            stop = min(start + fitting, length)
-            pieces.append((place, start, stop))
-            free -= (stop - start) * width
-            if stop - start == fitting or (stop == length and free < next_width):
-                edges.append(len(pieces))
-                free = partition_nbytes
-            start = stop
-    table = np.array(pieces, np.int64).reshape(-1, 3)
-    return _Pieces(table[:, 0], table[:, 1], table[:, 2], np.array(edges, np.int64))
+    filled = np.flatnonzero(lengths)
+    lengths, widths = lengths[filled], widths[filled]
+    before = np.concatenate(([0], np.cumsum(lengths * widths, dtype=np.int64)))
+    # A partition ends in the first utterance after which there is less room than this; nothing fits after the last one.
+    room = np.maximum(widths, np.append(widths[1:], partition_nbytes + 1)[: widths.size])
+    # Utterances of earlier partitions cannot be found: they and a frame more would fit in front of this one.
+    ends = np.maximum.accumulate(before[1:] + room)
+    bounds: list[tuple[int, int, int, int]] = []
+    first, start = 0, 0
+    while first < filled.size:
+        limit = int(before[first] + start * widths[first]) + partition_nbytes
+        last = int(np.searchsorted(ends, limit, side="right"))
+        length, width = int(lengths[last]), int(widths[last])
+        begun = start if last == first else 0
+        fitting = (limit - int(before[last]) - begun * width) // width if width else length
+        stop = min(begun + fitting, length)
+        bounds.append((first, start, last, stop))
+        first, start = (last + 1, 0) if stop == length else (last, stop)
+    return _pieces(filled, lengths, np.array(bounds, np.int64).reshape(-1, 4))
+
+
+def _pieces(filled: Integers, lengths: Integers, bounds: Integers) -> _Pieces:
+    """All slices of partitions of which each has the first utterance, its first frame, the last one and its end."""
+    first, start, last, stop = bounds.T
+    counts = last - first + 1
+    edges = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+    which = np.arange(edges[-1]) + np.repeat(first - edges[:-1], counts)
+    starts, stops = np.zeros_like(which), lengths[which]
+    starts[edges[:-1]], stops[edges[1:] - 1] = start, stop
+    return _Pieces(filled[which], starts, stops, edges)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +115,7 @@ def feature_plan(corpus: Corpus, *, partition_nbytes: int, shuffle: bool, seed: 
     if shuffle:
         _random_state(seed).shuffle(rows)
     lengths, widths = corpus.lengths[rows], corpus.frame_nbytes[rows]
-    pieces = pack_frames(lengths.tolist(), widths.tolist(), partition_nbytes)
+    pieces = pack_frames(lengths, widths, partition_nbytes)
     order = np.arange(pieces.edges.size - 1)
     if shuffle:
         _random_state(seed).shuffle(order)
