@@ -724,6 +724,35 @@ def test_what_is_not_float32_becomes_so_and_is_padded_with_zeros(make):
     assert (rest[0].tolist(), rest[1]) == ([2, 0], 1)
 
 
+@pytest.mark.parametrize("how", [{}, {"pad": True}, {"return_length": True}])
+def test_utterances_of_different_widths_are_taken_apart_alike(make, how):
+    arrays = {f"u{i}": np.arange(12.0 * i).reshape(-1, 1 + i % 3) for i in range(1, 8)}
+    alone = ours.MultiFramePartitionData  # chunk by chunk
+
+    with h5py.File(make(arrays)) as file:
+        iterator = ours.MultiFrameIterator(list(arrays), file, "1g", 5, shuffle=False, **how)
+        chunks = alone(iterator.loader.load_partition_data(0), 5, shuffle=False, **how)
+
+        assert plain(iterator) == plain(chunks[i] for i in range(len(chunks)))
+    assert len(chunks) == sum(-(-len(array) // 5) for array in arrays.values())
+
+
+@pytest.mark.parametrize("how", [{}, {"pad": True}, {"return_length": True}])
+def test_many_chunks_at_once_are_what_they_are_one_by_one(files, how):
+    loader = ours.PartitioningContainerLoader(list(files[0]), files, "1g", seed=2)
+    chunks = ours.MultiFramePartitionData(loader.load_partition_data(0), 5, seed=3, **how)
+
+    assert plain(chunks.block(3, 1000)) == plain(chunks[i] for i in range(3, len(chunks)))
+
+
+def test_chunks_may_be_written_to(files):
+    for chunk in ours.MultiFrameIterator(list(files[0]), files, "1g", 5, pad=True, seed=1):
+        chunk[0] += 1
+        chunk[1][:] = 7
+
+    assert files[0]["utt01"][0, 0] == 0
+
+
 def test_an_epoch_that_was_left_is_begun_anew(files):
     left, whole = (ours.FrameIterator(list(files[0]), files, 500, shuffle=False) for _ in range(2))
 

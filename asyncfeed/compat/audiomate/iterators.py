@@ -12,6 +12,9 @@ from asyncfeed.planning.audiomate import Seed
 
 __all__ = ["DataIterator", "FrameIterator", "MultiFrameIterator"]
 
+BLOCK_FRAMES = 1024
+"""How many frames are copied at a time; who keeps one keeps all of them."""
+
 
 class DataIterator(Iterator[Chunk]):
     """What the iterators have in common; one of your own defines ``__next__``.
@@ -49,7 +52,7 @@ class MultiFrameIterator(DataIterator):
     """An iterator over chunks of consecutive frames: a list with an array of every container.
 
     Every ``for`` loop over it is another epoch; the order of each depends on how many there were before.
-    Arrays are copies, float32, whatever the containers hold.
+    Arrays are copies, made some 1,024 frames at a time, and float32, whatever the containers hold.
 
     Args:
         corpus_or_utt_ids: a corpus, all of whose utterances are meant, or a list of ids.
@@ -92,6 +95,7 @@ class MultiFrameIterator(DataIterator):
         self.current_partition: MultiFramePartitionData | None = None
         self.current_partition_index = -1
         self.current_chunk_index = 0
+        self._ready: list[Chunk] = []
 
     def __iter__(self) -> MultiFrameIterator:
         """Begin another epoch."""
@@ -101,11 +105,17 @@ class MultiFrameIterator(DataIterator):
 
     def __next__(self) -> Chunk:
         """The next chunk, a copy."""
-        while self.current_partition is None or self.current_chunk_index >= len(self.current_partition):
-            self._load_next()
-        chunk = self.current_partition[self.current_chunk_index]
+        while not self._ready:
+            self._make_ready()
         self.current_chunk_index += 1
-        return chunk
+        return self._ready.pop()
+
+    def _make_ready(self) -> None:
+        if self.current_partition is None or self.current_chunk_index >= len(self.current_partition):
+            self._load_next()
+        else:
+            size = max(BLOCK_FRAMES // self.frames_per_chunk, 1)
+            self._ready = self.current_partition.block(self.current_chunk_index, size)[::-1]
 
     def _load_next(self) -> None:
         self.current_partition, self.current_chunk_index = None, 0  # let go of the memory before more is asked for

@@ -53,6 +53,8 @@ class PartitionData:
         self.info = info
         self.utt_data: list[Sequence[Array]] = []
         """For each utterance of ``info`` a list of arrays, one of each container."""
+        self.joined: list[Array | None] = []
+        """For each container all of its frames as one array, the same memory; None where its utterances are not alike."""
 
 
 class PartitioningContainerLoader:
@@ -131,6 +133,7 @@ class PartitioningContainerLoader:
         with self._loading:
             loaded = self._ahead.load(self._number_of(data.info))
         columns = [field.arrays for field in loaded.fields]
+        data.joined = [field.rows for field in loaded.fields]
         data.utt_data = list(map(list, zip(*columns, strict=True)))
         return data
 

@@ -42,6 +42,7 @@ class Chunks:
         self.regions: list[Region] = []
         self.count = 0
         """Chunks of all utterances."""
+        all_lengths = []
         for utt, parts in utterances:
             lengths = [part.shape[0] for part in parts]
             if len(set(lengths)) != 1:
@@ -52,7 +53,9 @@ class Chunks:
             num_chunks = -(-lengths[0] // frames_per_chunk)
             self.regions.append((self.count, num_chunks, parts))
             self.count += num_chunks
+            all_lengths.append(lengths[0])
         self.offsets = [first for first, _, _ in self.regions]
+        self._lengths = np.array(all_lengths, np.int64)
 
     def __getitem__(self, number: int) -> Chunk:
         """A chunk, copied, as float32."""
@@ -65,6 +68,33 @@ class Chunks:
         if self.return_length:
             chunk.append(length)
         return chunk
+
+    def many(self, numbers: Sequence[int], joined: Sequence[NDArray[Any]]) -> list[Chunk]:
+        """Several chunks, gathered from ``joined``: for each container all frames of all utterances. Copies, as float32."""
+        wanted, offsets = np.asarray(numbers, np.int64), np.array(self.offsets, np.int64)
+        owners = np.searchsorted(offsets, wanted, side="right") - 1
+        starts = (wanted - offsets[owners]) * self.frames_per_chunk
+        lengths = np.minimum(self._lengths[owners] - starts, self.frames_per_chunk)
+        rows = (np.cumsum(self._lengths) - self._lengths)[owners] + starts
+        places = rows[:, None] + np.arange(self.frames_per_chunk)
+        columns: list[Any] = [self._gathered(frames, places, lengths) for frames in joined]
+        if self.return_length:
+            columns.append(lengths.tolist())
+        return list(map(list, zip(*columns, strict=True)))
+
+    def _gathered(
+        self, frames: NDArray[Any], places: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> Iterable[NDArray[np.float32]]:
+        """Chunks of one container; beyond the ``lengths`` of an utterance other frames lie, which are none of theirs."""
+        block = frames.take(places, axis=0, mode="clip").astype(np.float32, copy=False)
+        short: list[int] = np.flatnonzero(lengths < self.frames_per_chunk).tolist()
+        chunks: list[NDArray[np.float32]] = list(block)
+        for k in short:
+            if self.pad:
+                chunks[k][lengths[k] :] = 0
+            else:
+                chunks[k] = chunks[k][: lengths[k]]
+        return chunks
 
     def _padded(self, frames: NDArray[np.float32]) -> NDArray[np.float32]:
         padded = np.zeros((self.frames_per_chunk, *frames.shape[1:]), np.float32)
@@ -113,6 +143,14 @@ class MultiFramePartitionData:
     def __getitem__(self, item: int) -> Chunk:
         """A list with the frames in every container, copied, as float32."""
         return self._chunks[self.sampling[item]]
+
+    def block(self, start: int, size: int) -> list[Chunk]:
+        """Up to ``size`` chunks from the number ``start`` on: what they are one by one, but faster."""
+        numbers = self.sampling[start : start + size]
+        joined = [frames for frames in self.data.joined if frames is not None]
+        if joined and len(joined) == len(self.data.joined):
+            return self._chunks.many(numbers, joined)
+        return [self._chunks[number] for number in numbers]
 
     def get_utt_regions(self) -> list[Region]:
         """For every utterance the number of its first chunk, how many it has, and its data."""
