@@ -18,8 +18,9 @@ from asyncfeed.planning.catalog import Access, Catalog, FileStamp, Kind
 from asyncfeed.planning.coalesce import Calls, Reads, coalesce
 from asyncfeed.planning.corpus import Corpus
 from asyncfeed.planning.draws import Purpose, generator
+from asyncfeed.planning.orders import Order
 from asyncfeed.planning.placement import place
-from asyncfeed.planning.plan import ALIGNMENT, Cut, Plan, make_plan, needed_nbytes, share_of_rank
+from asyncfeed.planning.plan import ALIGNMENT, Cut, Plan, make_plan, needed_nbytes
 from asyncfeed.planning.strings import Strings
 from asyncfeed.units import PAGE_NBYTES
 
@@ -306,7 +307,7 @@ def test_the_order_of_utterances_does_not_depend_on_the_partition_size(corpus, s
         for p in (small, large)
     ]
 
-    share = share_of_rank(len(corpus), shuffle=True, seed=seed, epoch=epoch, rank=0, world_size=world_size)
+    share = Order.of(True).share(corpus, seed=seed, epoch=epoch, world_size=world_size)
     assert orders[0] == orders[1] == share.tolist()
 
 
@@ -417,12 +418,21 @@ def test_a_million_utterances_are_planned_without_an_object_for_each():
 
 # -- draws -------------------------------------------------------------------------------------------------------
 
-keys = st.tuples(SEEDS, st.integers(0, 2**32 - 1), st.sampled_from(Purpose), st.integers(0, 2**32 - 1))
+keys = st.tuples(
+    SEEDS, st.integers(0, 2**32 - 1), st.sampled_from(Purpose), st.integers(0, 2**32 - 1), st.integers(0, 2**16)
+)
 
 
 @given(st.lists(keys, min_size=2, max_size=20, unique=True))
-@example([(2**32 + 1, 1, Purpose.UTTERANCES, 0), (1, 1, Purpose.UTTERANCES, 1)])
-@example([(0, 0, Purpose.UTTERANCES, 0), (0, 0, Purpose.UTTERANCES, 1), (0, 1, Purpose.UTTERANCES, 0)])
+@example([(2**32 + 1, 1, Purpose.UTTERANCES, 0, 0), (1, 1, Purpose.UTTERANCES, 1, 0)])
+@example(
+    [
+        (0, 0, Purpose.FRAMES, 0, 0),
+        (0, 0, Purpose.FRAMES, 1, 0),
+        (0, 0, Purpose.FRAMES, 0, 1),
+        (0, 1, Purpose.FRAMES, 0, 0),
+    ]
+)
 def test_no_two_keys_draw_alike(found):
     first_draws = {tuple(generator(*key).integers(0, 2**63, 4).tolist()) for key in found}
 
@@ -435,7 +445,7 @@ def test_a_key_always_draws_the_same(key):
 
 
 def test_the_order_that_a_seed_stands_for_never_changes():
-    order = share_of_rank(10, shuffle=True, seed=1, epoch=2, rank=0, world_size=1)
+    order = Order.of(True).share(corpus_of(catalog([1] * 10)), seed=1, epoch=2)
 
     assert order.tolist() == [7, 5, 9, 4, 2, 1, 6, 8, 3, 0]
 

@@ -114,7 +114,7 @@ def _shuffle(plan: Plan, partition: Partition, placement: Placement, anchor: Arr
         units = np.arange(step.start, min(step.stop, order.size), dtype=np.int32)
         order[step] = units
         owner_of[step] = _owners(ends, step.start, step.start + units.size)
-    plan.draws(partition).shuffle(order)
+    plan.order_units(partition, order)
     for step in steps:
         owner_of.take(order[step], out=owners[step], mode="clip")
 

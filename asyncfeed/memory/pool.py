@@ -76,6 +76,8 @@ class SegmentPool:
     make: Callable[[int], mmap.mmap]
     may_use: Callable[[], int]
     """Measures what memory may be used now; asked only when more than ``size`` segments are wanted."""
+    quiet: bool = False
+    """Whether views may be kept of as many segments as there is memory for, without a warning."""
     inbox: Inbox = field(default_factory=Inbox)
     warning: str | None = None
     """Something that the consumer should hear, once, in its own thread."""
@@ -176,6 +178,6 @@ class SegmentPool:
         available = self.may_use()
         if available < self.segment_nbytes:
             raise BudgetError(f"{held}, and only {format_nbytes(available)} more may be used; {cure}")
-        if not self._warned:
+        if not self._warned and not self.quiet:
             self._warned = True
             self.warning = f"{held}, so more memory than the budget is used; {cure}"

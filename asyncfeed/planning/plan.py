@@ -198,6 +198,13 @@ class Plan(Sequence[Partition]):
         """The random stream that shuffles the units of a partition."""
         return generator(self.seed, self.epoch, Purpose.FRAMES, partition.number, self.rank)
 
+    def order_units(self, partition: Partition, units: NDArray[np.int32]) -> None:
+        """Bring the units of a partition, which come as 0, 1, 2 ..., into their shuffled order, in place.
+
+        A plan whose order is not ours to choose has its own way here.
+        """
+        self.draws(partition).shuffle(units)
+
     def __str__(self) -> str:
         order = ORDERS[self.order.kind].format(seed=self.seed)
         ranks = f", rank {self.rank} of {self.world_size}" if self.world_size > 1 else ""

@@ -70,7 +70,7 @@ class Descriptors(_OpenFiles[int]):
         """
         path = self._files[file].path
         if file in self._handles:
-            return os.dup(_still_open(self._handles[file], path).file.id.get_vfd_handle())
+            return _again(_still_open(self._handles[file], path).file.id.get_vfd_handle())
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -115,6 +115,15 @@ class HDF5Files(_OpenFiles[h5py.Group]):
         """
         if file not in self._handles and not is_written_here(self._files[file].path):
             check_unchanged(self._files[file])
+
+
+def _again(fd: int) -> int:
+    """A descriptor of the same file. Not a duplicate, where that can be avoided: it would share the lock that HDF5 holds on
+    the file, and keep it when the user has closed the handle."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # no Linux, or no longer readable
+        return os.dup(fd)
 
 
 def _still_open(handle: h5py.Group, path: str) -> h5py.Group:

@@ -33,6 +33,12 @@ from asyncfeed import (
     Verification,
     Window,
 )
+from asyncfeed.compat.audiomate import (
+    MultiFrameIterator,
+    PartitionData,
+    PartitioningContainerLoader,
+    PartitioningFeatureIterator,
+)
 
 
 async def train(path: Path) -> None:
@@ -206,3 +212,15 @@ def decorated(uid: str, signal: NDArray[np.float32]) -> NDArray[np.float32]:
 async def call(signal: NDArray[np.float32]) -> None:
     async with decorated:
         assert_type(await decorated("utt-1", signal), NDArray[Any])
+
+
+def names_of_audiomate(file: h5py.File) -> None:
+    for triplet in PartitioningFeatureIterator(file, "2g", shuffle=True, seed=12, excludes={"utt3"}):
+        assert_type(triplet, tuple[str, int, Any])
+    loader = PartitioningContainerLoader(["utt1", "utt2"], [file, file], "1g", seed=3)
+    for number, info in enumerate(loader.partitions):
+        assert_type(info.utt_ids, list[str])
+        assert_type(info.total_lengths(), tuple[int, ...])
+        assert_type(loader.load_partition_data(number), PartitionData)
+    for chunk in MultiFrameIterator(["utt1"], file, "1g", 20, pad=True):
+        assert_type(chunk, list[Any])
