@@ -297,20 +297,22 @@ def frames_of(items: list[object], form: str) -> list[object]:
     steps=st.lists(st.integers(0, 60), min_size=4, max_size=4),
     shuffle=st.sampled_from(ORDERS),
     seed=st.integers(0, 99),
+    pages=st.integers(4, 20),
 )
-def test_on_another_number_of_ranks_every_frame_comes_once(file, form, worlds, steps, shuffle, seed):
-    with feed_of(file, shuffle=shuffle, seed=seed) as feed:
+def test_on_another_number_of_ranks_every_frame_comes_once(file, form, worlds, steps, shuffle, seed, pages):
+    options = {"shuffle": shuffle, "seed": seed, "memory_budget": pages * 4096}
+    with feed_of(file, **options) as feed:
         everything = Counter(frames_of(names(feed, form), form))
     got, state = [], None
 
     for world_size, wanted in zip(worlds, steps, strict=False):
-        with ranks(file, world_size, state, shuffle=shuffle, seed=seed) as feeds:
+        with ranks(file, world_size, state, **options) as feeds:
             number = min(wanted, *(len(FORMS[form](feed)) for feed in feeds))
             iterators = [iter(FORMS[form](feed)) for feed in feeds]
             for _ in range(number):
                 got += [name_of(next(items)) for items in iterators]
             state = feeds[-1].state_dict()
-    with ranks(file, worlds[-1] % 3 + 1, state, shuffle=shuffle, seed=seed) as feeds:
+    with ranks(file, worlds[-1] % 3 + 1, state, **options) as feeds:
         for feed in feeds:
             got += names(feed, form)
 

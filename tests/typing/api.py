@@ -20,6 +20,7 @@ from asyncfeed import (
     Feed,
     LoadedPartition,
     MemoryBudget,
+    PaddedBatch,
     Partition,
     Plan,
     PopulateReport,
@@ -65,6 +66,12 @@ async def train(path: Path) -> None:
             assert_type(window.start, int)
             utt, start, length, frames = window
             np.asarray(frames), utt, start + length
+
+        async for padded in feed.padded(max_frames=6000, sort=False):
+            assert_type(padded, PaddedBatch)
+            utts, data, lengths = padded
+            np.asarray(data), len(utts), lengths.max()
+        assert_type(feed.padded(batch_size=16).waste, float)
 
         async for partition in feed.partitions():
             assert_type(partition, LoadedPartition)
@@ -224,3 +231,13 @@ def names_of_audiomate(file: h5py.File) -> None:
         assert_type(loader.load_partition_data(number), PartitionData)
     for chunk in MultiFrameIterator(["utt1"], file, "1g", 20, pad=True):
         assert_type(chunk, list[Any])
+
+
+def resume(path: Path) -> None:
+    with Feed(path, shuffle="interleave", block_size="4m", even="drop", rank=0, world_size=2) as feed:
+        state = feed.state_dict()
+        assert_type(state, dict[str, Any])
+        feed.load_state_dict(state)
+        print(feed.plan.mixing().number)
+    Feed(path, shuffle=["utt-2", "utt-1"])
+    Feed(path, shuffle={"utt-1": 2.0, "utt-2": 0.5})
