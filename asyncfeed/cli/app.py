@@ -114,13 +114,16 @@ def inspect(
     key: TheKey = "{utt}",
     show_all: Annotated[bool, typer.Option("--all", help="Name everything that cannot be streamed.")] = False,
 ) -> None:
-    """Show what is in a file, and how it would be read.
+    """Show what is in a file, how it would be read, and what to write to stream it.
 
-    Layouts, dtypes, lengths; what is read directly and what not, and why.
+    Layouts, dtypes, lengths; what is read directly and what not, and why. A directory stands for the HDF5 files in it.
     """
     with _counting("looking at datasets") as progress:
         contents = look_into(Source(file, key), progress)
     _print(tables.inspect_report(contents, show_all))
+    console = Console(highlight=False, markup=False)
+    for part, folding in tables.suggestion_report(contents, console.width):
+        console.print(part, soft_wrap=not folding)
 
 
 @app.command()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncfeed.cli.guess import as_glob, guess, guess_for_many
+from asyncfeed.errors import ArgumentError
 from asyncfeed.planning.catalog import Access, FileStamp, Kind, Skipped
+from asyncfeed.planning.layouts import Suggestion
 from asyncfeed.storage.library import open_library
 from asyncfeed.storage.scan import Progress
-from asyncfeed.storage.source import Source
+from asyncfeed.storage.source import Source, containers_of
 
 __all__ = ["WHY", "Contents", "Lengths", "Obstacle", "Share", "inspect"]
 
@@ -81,6 +85,8 @@ class Contents:
     """By how they are read, most bytes first."""
     obstacles: tuple[Obstacle, ...]
     """What keeps datasets from being streamed; first those for which a feed refuses the file."""
+    suggestions: tuple[Suggestion, ...] = ()
+    """Ways to stream it, the likeliest first; none if a key was given."""
 
     @property
     def direct(self) -> float:
@@ -92,20 +98,54 @@ class Contents:
 def inspect(source: Source, progress: Progress | None = None) -> Contents:
     """Look at the metadata of a source. Always scans, so that nothing an old index left out is missed.
 
+    A directory stands for the HDF5 files in it. Files in which the default key finds the same ids are looked at in the
+    likeliest way that they can be streamed in.
+
     Raises:
         StorageError: a file is missing, or none can be opened. Datasets that cannot be streamed are no error here.
+        ArgumentError: an id appears in two files, and there is no way to tell what they are.
     """
+    path = source.path
+    if source != Source(path) or not isinstance(path, str):
+        return _look(source, progress)
+    path = as_glob(path)
+    paths = [each.path for each in containers_of(path)]
+    if len(paths) == 1 or os.path.isdir(path):
+        return _look(Source(path), progress, suggesting=path == paths[0])
+    suggestions = guess_for_many(path, paths)
+    try:
+        contents = _look(_likeliest(path, suggestions), progress)
+    except ArgumentError as error:
+        raise ArgumentError(f"{error}{_advice(suggestions)}") from error
+    return replace(contents, suggestions=tuple(suggestions))
+
+
+def _likeliest(path: str, suggestions: list[Suggestion]) -> Source:
+    """The first that has a single field; the default if there is none."""
+    for each in suggestions:
+        if len(each.fields) == 1:
+            _, where, arguments = each.fields[0]
+            return Source(where, **arguments)
+    return Source(path)
+
+
+def _advice(suggestions: list[Suggestion]) -> str:
+    return "".join(f"; it looks like {each.line}: {each.reason}" for each in suggestions[:1])
+
+
+def _look(source: Source, progress: Progress | None, *, suggesting: bool = False) -> Contents:
     library = open_library(source, unreadable="skip", index="off", progress=progress)
     (catalog,) = library.corpus.catalogs
     share_of = _shares(catalog.length, catalog.nbytes)
     return Contents(
         files=library.files,
-        key=source.key,
+        key=catalog.key,
         total=share_of(np.ones(len(catalog), np.bool_)),
         lengths=_lengths(catalog.length),
         kinds=_largest_first({kind: share_of(catalog.kind == k) for k, kind in enumerate(catalog.kinds)}),
         access=_largest_first({access: share_of(catalog.access == access) for access in Access}),
         obstacles=_obstacles(library.skipped),
+        suggestions=tuple(guess(str(source.path), catalog, library.skipped)) if suggesting else (),
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from asyncfeed.errors import SourceAccessError, UnreadableDatasetError
 from asyncfeed.planning.catalog import Catalog
+from asyncfeed.storage.arrays import scan_slices
 from asyncfeed.storage.index import beside, save_index
 from asyncfeed.storage.scan import Progress, scan
 from asyncfeed.storage.source import Container, Source, containers_of
@@ -44,12 +45,12 @@ def write_indexes(source: Source, progress: Progress | None = None) -> Iterator[
 
 def _write_index(container: Container, progress: Progress | None) -> Written:
     began = time.perf_counter()
-    catalog = scan(container, progress=progress)
+    catalog = (scan if container.slices is None else scan_slices)(container, progress=progress)
     seconds = time.perf_counter() - began
     _refuse_gaps(container, catalog)
     place = beside(container.path)
     try:
-        save_index(catalog, place)
+        save_index(catalog, place, container.layout)
         nbytes = place.stat().st_size
     except OSError as error:
         raise SourceAccessError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -21,7 +21,16 @@ from asyncfeed.planning.catalog import Access, Kind
 from asyncfeed.planning.mixing import Mixing
 from asyncfeed.units import format_nbytes
 
-__all__ = ["bench_report", "demo_report", "epoch_report", "index_report", "inspect_report", "plan_report", "visible"]
+__all__ = [
+    "bench_report",
+    "demo_report",
+    "epoch_report",
+    "index_report",
+    "inspect_report",
+    "plan_report",
+    "suggestion_report",
+    "visible",
+]
 
 NAMES_SHOWN = 3
 """Datasets that are named for every reason why some cannot be streamed, unless all were asked for."""
@@ -51,6 +60,16 @@ def inspect_report(contents: Contents, show_all: bool = False) -> RenderableType
     if passed:
         parts.append(_obstacle_list("Passed over", "no utterances", passed, show_all))
     return Group(*parts)
+
+
+def suggestion_report(contents: Contents, width: int) -> Iterator[tuple[RenderableType, bool]]:
+    """What to write to stream it, and why; and of each part whether it may be folded. Code may not: it is copied."""
+    if contents.suggestions:
+        yield Text("  Streams as", "bold"), True
+    for each in contents.suggestions:
+        lines = each.code(width - 4).splitlines()
+        yield Text("\n".join(f"    {visible(line)}" for line in lines), "green"), False
+        yield Padding(Text(visible(each.reason), "dim"), (0, 0, 0, 6)), True
 
 
 def _files(contents: Contents) -> str:

@@ -89,8 +89,10 @@ class Loader:
             start = int(placed.begin[k])
             out = anchor[start : start + int(placed.nbytes[k])].view(kind.dtype)
             out = out.reshape(int(lengths[k]), *kind.shape)
-            cut = len(out) != catalog.length[row]
-            self.hdf5.read(int(file[k]), key.path(catalog.ids[row]), int(partition.starts[k]), out, cut=cut)
+            first, cut = int(partition.starts[k]), len(out) != catalog.length[row]
+            if catalog.start is not None:
+                first, cut = first + int(catalog.start[row]), True
+            self.hdf5.read(int(file[k]), key.path(catalog.ids[row]), first, out, cut=cut)
         for number in np.unique(file[others]).tolist():
             self.hdf5.check(number)
         self._check_linked()

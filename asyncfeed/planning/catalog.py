@@ -112,7 +112,9 @@ class Catalog:
     """The file itself, then those that its links, virtual datasets and external raw data lead to."""
     kinds: tuple[Kind, ...]
     key: str = "{utt}"
-    """The path of an utterance's dataset in its file."""
+    """The path of an utterance's dataset in its file; without ``{utt}``, that of the one dataset there."""
+    start: NDArray[np.int64] | None = None
+    """The first frame of an utterance within its dataset, which others share; None if each has one of its own."""
     filters: tuple[int, ...] = ()
     """HDF5's numbers of the filters that its datasets passed through."""
     skipped: tuple[Skipped, ...] = ()
@@ -141,6 +143,7 @@ class Catalog:
             kind=self.kind[rows],
             access=self.access[rows],
             swapped=self.swapped[rows],
+            start=None if self.start is None else self.start[rows],
         )
 
     @classmethod
@@ -152,6 +155,7 @@ class Catalog:
         number = {k: i for i, k in enumerate(kinds)}
         first_file = np.cumsum([0] + [len(p.files) for p in parts])
         renumber = [np.array([number[k] for k in p.kinds], np.int32) for p in parts]
+        starts = [p.start for p in parts if p.start is not None]
         return cls(
             ids=Strings.concatenate([p.ids for p in parts]),
             file=np.concatenate([p.file + np.int32(n) for p, n in zip(parts, first_file, strict=False)]),
@@ -163,5 +167,7 @@ class Catalog:
             files=tuple(f for p in parts for f in p.files),
             kinds=kinds,
             key=parts[0].key,
+            start=np.concatenate(starts) if starts else None,
+            filters=tuple(dict.fromkeys(f for p in parts for f in p.filters)),
             skipped=tuple(s for p in parts for s in p.skipped),
         )

@@ -23,8 +23,9 @@ from asyncfeed.errors import (
 )
 from asyncfeed.planning.catalog import Catalog, FileStamp, Skipped
 from asyncfeed.planning.corpus import Corpus, align, select
+from asyncfeed.storage.arrays import scan_slices
 from asyncfeed.storage.hdf5file import is_written_here
-from asyncfeed.storage.index import in_cache, load_index, save_index
+from asyncfeed.storage.index import in_cache, load_index, load_joint_index, save_index, save_joint_index
 from asyncfeed.storage.scan import Progress, scan
 from asyncfeed.storage.source import AnySource, Container, fields_of
 
@@ -32,6 +33,9 @@ __all__ = ["Library", "catalogue", "open_library"]
 
 SHOWN = 5
 """Unreadable datasets that an error message names; the rest is counted."""
+
+MANY, SMALL = 16, 1000
+"""More files than that, with fewer utterances each, share one index: to look for thousands takes as long as to scan."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,22 +73,8 @@ def open_library(
     handles: dict[str, list[h5py.Group | None]] = {}
     skipped: list[Skipped] = []
     for name, containers in fields.items():
-        parts: list[Catalog] = []
-        caches: list[str] = []
-        handles[name] = []
-        for container in containers:
-            # Without its only file there is nothing to go on with: that error says best what is wrong.
-            part = _catalogue_or_skip(container, unreadable if len(containers) > 1 else "raise", index, progress, stop)
-            if isinstance(part, Skipped):
-                skipped.append(part)
-            else:
-                parts.append(part)
-                caches.append(container.cache)
-                handles[name] += [container.handle] + [None] * (len(part.files) - 1)
-        if not parts:
-            raise StorageError(f"none of the {len(containers)} files can be read; the last: {skipped[-1].reason}")
-        merged = _merge(_without_replaced(parts, caches))
-        skipped += _wanted(merged.skipped, includes, excludes)
+        merged, handles[name], passed = _catalogue_field(containers, unreadable, index, progress, stop)
+        skipped += [*passed, *_wanted(merged.skipped, includes, excludes)]
         catalogs[name] = select(merged, includes, excludes)
     fatal = [s for s in skipped if not s.harmless]
     if fatal and unreadable == "raise":
@@ -96,12 +86,49 @@ def open_library(
     return Library(Corpus(numbered, named), files, handle_of, linked, (*skipped, *unmatched))
 
 
+def _catalogue_field(
+    containers: list[Container], unreadable: str, index: str, progress: Progress | None, stop: threading.Event | None
+) -> tuple[Catalog, list[h5py.Group | None], list[Skipped]]:
+    """The catalog over all files of a field, the handle that each of its files is read through, and what was skipped."""
+    many = index == "auto" and len(containers) > MANY and not any(c.handle or c.cache for c in containers)
+    known = load_joint_index(containers) if many else None
+    if known is not None and not any(is_written_here(f.path) for f in known.files):
+        return known, [None] * len(known.files), []
+    parts: list[Catalog] = []
+    caches: list[str] = []
+    handles: list[h5py.Group | None] = []
+    skipped: list[Skipped] = []
+    for container in containers:
+        # Without its only file there is nothing to go on with: that error says best what is wrong.
+        part = _catalogue_or_skip(
+            container, unreadable if len(containers) > 1 else "raise", index, SMALL if many else 0, progress, stop
+        )
+        if isinstance(part, Skipped):
+            skipped.append(part)
+        else:
+            parts.append(part)
+            caches.append(container.cache)
+            handles += [container.handle] + [None] * (len(part.files) - 1)
+    if not parts:
+        raise StorageError(f"none of the {len(containers)} files can be read; the last: {skipped[-1].reason}")
+    merged = _merge(_without_replaced(parts, caches))
+    if many and not skipped and len(merged) < SMALL * len(containers) and _lasts(merged):
+        with contextlib.suppress(OSError):  # as in catalogue
+            save_joint_index(merged, containers)
+    return merged, handles, skipped
+
+
 def _catalogue_or_skip(
-    container: Container, unreadable: str, index: str, progress: Progress | None, stop: threading.Event | None
+    container: Container,
+    unreadable: str,
+    index: str,
+    least: int,
+    progress: Progress | None,
+    stop: threading.Event | None,
 ) -> Catalog | Skipped:
     """The catalog of one container, or, with ``unreadable="skip"``, why it has none."""
     try:
-        return catalogue(container, index=index, progress=progress, stop=stop)
+        return catalogue(container, index=index, least=least, progress=progress, stop=stop)
     except (DamagedFileError, NotHDF5Error, SourceAccessError, LockedFileError) as error:
         if unreadable == "raise":
             raise
@@ -112,24 +139,30 @@ def catalogue(
     container: Container,
     *,
     index: str = "auto",
+    least: int = 0,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
 ) -> Catalog:
-    """The catalog of one container: kept, or scanned and then kept.
+    """The catalog of one container: kept, or scanned and then kept, if it has at least ``least`` utterances.
 
     Raises:
         StorageError: it cannot be opened or walked.
     """
     keep = index == "auto" and container.handle is None and not is_written_here(container.path)
-    known = load_index(container.path, container.key) if keep else None
+    known = load_index(container.path, container.layout) if keep else None
     if known is not None and not any(is_written_here(f.path) for f in known.files[1:]):
         return known
-    catalog = scan(container, progress=progress, stop=stop)
-    lasts = all(s.lasting for s in catalog.skipped) and not any(is_written_here(f.path) for f in catalog.files[1:])
-    if keep and lasts:
+    look = scan if container.slices is None else scan_slices
+    catalog = look(container, progress=progress, stop=stop)
+    if keep and len(catalog) >= least and _lasts(catalog):
         with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to stop
-            save_index(catalog, in_cache(container.path, container.key))
+            save_index(catalog, in_cache(container.path, container.layout), container.layout)
     return catalog
+
+
+def _lasts(catalog: Catalog) -> bool:
+    """Whether a catalog is all that can be said about its files, now and later."""
+    return all(s.lasting for s in catalog.skipped) and not any(is_written_here(f.path) for f in catalog.files)
 
 
 def _without_replaced(parts: list[Catalog], caches: list[str]) -> list[Catalog]:
@@ -176,7 +209,7 @@ def _wanted(
         wanted |= {
             utt[:end] for utt in includes for end, letter in enumerate(utt) if letter == "/"
         }  # groups above them
-        return [s for s in skipped if s.utt in wanted]
+        return [s for s in skipped if not s.utt or s.utt in wanted]
     unwanted = set(excludes or ())
     return [s for s in skipped if s.utt not in unwanted]
 

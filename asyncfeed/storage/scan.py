@@ -87,7 +87,7 @@ class _Scan:
         headers: Headers | None = None,
     ) -> None:
         self.root = root
-        self.key = Key(container.key)
+        self.key = Key(container.key, container.name)
         self.pattern = container.key
         self.progress, self.stop = progress, stop
         self.files = [before or _stamp_of_handle(root)]
@@ -145,6 +145,9 @@ class _Scan:
 
     def walk(self) -> Iterator[_Found]:
         """Every dataset with its path and the number of the file that holds it."""
+        if self.key.fixed:
+            yield from self.only(self.key.prefix)
+            return
         root = h5o.open(self.root.id, b".")  # of a file, its root group: only that knows whether order is tracked
         visited = {_identity(root)}
         stack = [(root, "", 0, self.members(root, 0))]
@@ -166,6 +169,16 @@ class _Scan:
                 visited.add(_identity(found))
                 inside = file if hard else self.number_of(found)
                 stack.append((found, f"{path}/", inside, self.members(found, inside)))
+
+    def only(self, path: str) -> Iterator[_Found]:
+        """The dataset at a path, without looking at anything else."""
+        try:
+            found = h5o.open(self.root.id, path.encode("utf-8", "surrogateescape"))
+        except (KeyError, OSError, RuntimeError, ValueError) as error:
+            return self.skip(self.key.name, f"there is no {path!r} in it ({error})", "leave it out, or change the key")
+        if not isinstance(found, h5d.DatasetID):
+            return self.skip(self.key.name, f"{path!r} in it is no dataset", f"try key='{path}/{{utt}}'")
+        yield _Found(path, self.number_of(found), found, None)
 
     def members(self, group: h5g.GroupID, file: int) -> Iterator[tuple[bytes, int | None, Header | None]]:
         """The links of a group, with the headers of those datasets that can be read without HDF5."""
@@ -335,7 +348,7 @@ class _Scan:
         return found == (dtype, bool(self.swapped[row]), (self.length[row], *shape), self.offset[row])
 
     def open(self, utt: str) -> h5d.DatasetID:
-        return self.root[self.key.path(utt).encode("utf-8", "surrogateescape")].id
+        return h5d.open(self.root.id, self.key.path(utt).encode("utf-8", "surrogateescape"))
 
     def verified(self, catalog: Catalog) -> Catalog:
         """The same catalog, without direct reads if a sample of them differs from what HDF5 gives."""
@@ -408,8 +421,8 @@ def _shape_and_offset(found: _Found) -> tuple[tuple[int, ...] | None, int | None
 
 def _sample(rows: NDArray[np.int64]) -> list[int]:
     """A few rows, the first and the last among them."""
-    picked: list[int] = rows[np.linspace(0, rows.size - 1, min(SAMPLES, rows.size)).astype(int)].tolist()
-    return picked
+    few = rows if rows.size <= SAMPLES else rows[np.linspace(0, rows.size - 1, SAMPLES).astype(int)]
+    return list(map(int, few))
 
 
 def _external_files(layout: h5p.PropDCID, path: str) -> list[str]:

@@ -110,6 +110,8 @@ def sources(handle: h5py.File) -> list[Feed]:
         Feed(handle["train"]),
         Feed(Source("robot.h5", key="data/{utt}/actions")),
         Feed(Source(["a.h5", "b.h5"], key="{utt}/mel")),
+        Feed(Source("dump/{utt}.h5", key="feats")),
+        Feed(Source("all.h5", data="feats", lengths="lengths", ids="ids")),
         Feed({"mel": "mel.h5", "text": Source("targets.h5", "{utt}/text"), "image": handle}),
     ]
 
