@@ -868,6 +868,7 @@ def plain(uid):
     return np.ones((3, 2))
 
 async def main(where):
+    asyncio.get_running_loop().slow_callback_duration = 60  # a busy machine is no fault of the program
     async with CachedItem(where, plain) as item:
         await item.populate([(str(i),) for i in range(10)])
         await item.to_reader()

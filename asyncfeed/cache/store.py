@@ -159,7 +159,7 @@ class Store:
             return True
         stale = stale_error(generation.path, found, settings.fingerprint)
         if not strict:
-            log.warning("passed over: %s", stale)
+            log.warning("passed over: %s", str(stale))
         elif settings.on_stale == "error":
             raise stale
         elif writing:
@@ -411,7 +411,7 @@ def _open(found: FileStamp, strict: bool) -> Generation | None:
     except StorageError as error:
         if strict:
             raise
-        log.warning("passed over: %s", error)
+        log.warning("passed over: %s", str(error))
         return None
     return generation if generation.stamp == found else None
 

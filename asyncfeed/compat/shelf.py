@@ -332,7 +332,7 @@ class Shelf:
             try:
                 self.seal()  # so that the copy finds it
             except StorageError as error:
-                log.warning("a copy of the cache will not see what was written last: %s", error)
+                log.warning("a copy of the cache will not see what was written last: %s", str(error))
             return {"settings": self._settings, "mode": self._mode}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -375,7 +375,7 @@ def _adopt_if_possible(settings: Settings) -> None:
     try:
         adopt(settings)
     except StorageError as error:
-        log.warning("what an ended writer left in %s cannot be sealed: %s", settings.generations.directory, error)
+        log.warning("what an ended writer left in %s cannot be sealed: %s", settings.generations.directory, str(error))
 
 
 def _open_writer(settings: Settings) -> Store:
@@ -423,7 +423,7 @@ def _tidy(store: Store) -> None:
         try:
             store.compact()
         except AsyncFeedError as error:
-            log.warning("the files of %s are not merged: %s", store.generations.path, error)
+            log.warning("the files of %s are not merged: %s", store.generations.path, str(error))
 
 
 def _is_worth_merging(view: View) -> bool:
