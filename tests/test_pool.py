@@ -95,6 +95,19 @@ class Taker:
 # -- coming back -------------------------------------------------------------------------------------------------
 
 
+def test_a_segment_that_comes_back_just_before_the_consumer_waits_is_used_again():
+    pool = pool_of(size=1)
+    kept = [take(pool)]
+
+    def starving() -> bool:
+        """The consumer lets go of the last frame, and then waits: after the reader looked for what has come back."""
+        kept.clear()
+        return True
+
+    assert pool.take(never, starving) is not None
+    assert (pool.num_made, pool.take_warning()) == (1, None)
+
+
 def test_a_segment_is_reclaimed_only_after_the_last_view():
     pool = pool_of(size=1)
     anchor = take(pool)

@@ -106,16 +106,16 @@ class SegmentPool:
             BudgetError: one more is needed, and there is no memory for it.
         """
         while not stopped():
-            for message in self.inbox.pending():
-                self._hear(message)
+            self._hear_all()
             if self._free:
                 return self._lend(self._free.pop())
             if len(self._lent) < self.size:
                 return self._lend(self._new())
-            if starving():
+            if not starving():
+                self._hear(self.inbox.wait())
+            elif not self._hear_all():  # what the consumer let go of since we looked, just before it began to wait
                 self._make_room()
                 return self._lend(self._new())
-            self._hear(self.inbox.wait())
         return None
 
     def let_go(self) -> None:
@@ -144,6 +144,13 @@ class SegmentPool:
         held = self.segment_nbytes * (len(self._lent) + len(self._free))
         self.peak_nbytes = max(self.peak_nbytes, held)
         return anchor
+
+    def _hear_all(self) -> bool:
+        """Take all messages that there are; whether there were any."""
+        messages = list(self.inbox.pending())
+        for message in messages:
+            self._hear(message)
+        return bool(messages)
 
     def _hear(self, message: Message) -> None:
         if message == "fork":  # views of what is lent out now may live on in the child
