@@ -198,16 +198,17 @@ class Feed:
     # -- iteration -----------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Items[Triplet]:
-        return iter(self._triplets())
+        return iter(self.triplets())
 
     def __aiter__(self) -> AsyncItems[Triplet]:
-        return aiter(self._triplets())
+        return aiter(self.triplets())
 
     def __len__(self) -> int:
         """Frames of an epoch on this rank."""
-        return len(self._triplets())
+        return len(self.triplets())
 
-    def _triplets(self) -> Stream[Triplet]:
+    def triplets(self) -> Stream[Triplet]:
+        """Single frames: ``(utt, index, frame)``, as from iterating over the feed itself. Never copies."""
         return Stream(self, partial(Triplets, shuffle=self._settings.order.shuffles))
 
     def utterances(self) -> Stream[tuple[str, Rows]]:
@@ -306,6 +307,8 @@ class Feed:
         if epoch < 0:
             raise ArgumentError(f"epoch={epoch} must be at least 0")
         self._next_epoch, self._resume = epoch, None
+        if self._session is not None:
+            self._session.forget_position()
 
     def _take_epoch(self, form: Form[Any]) -> tuple[int, State | None]:
         """The epoch that is iterated over next, and where in it to begin."""
@@ -338,6 +341,7 @@ class Feed:
         wanted, session = State.from_dict(state), self._opened()
         session.state(self._next_epoch, None).check(wanted)
         session.use_partition_nbytes(wanted.partition_nbytes)
+        session.forget_position()
         self._next_epoch, self._resume = wanted.epoch, wanted if wanted.stages else None
 
     @property
@@ -376,6 +380,32 @@ class Feed:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "not open" if self._session is None else f"epoch {self.epoch}"
         return f"Feed({self._settings.source!r}, {state})"
+
+    # -- several processes ---------------------------------------------------------------------------------------
+
+    def part(self, index: int, count: int, *, ranks: tuple[int, int] | None = None) -> Feed:
+        """A new feed for one of ``count`` workers that divide between them what this rank streams, and its memory.
+
+        Each takes every ``count``-th of the rank's utterances (or blocks, or padded batches). Workers that take turns
+        hand out whole utterances and padded batches in the order in which this feed has them. It begins with the epoch
+        that is next here, from its start.
+
+        Args:
+            index: which part, from 0.
+            count: how many there are.
+            ranks: ``(rank, world_size)`` to use, unless this feed was made with ``rank=`` and ``world_size=``.
+
+        Raises:
+            UsageError: this is a forked child, and the source an h5py handle that its parent opened.
+        """
+        if os.getpid() != self._pid and holds_handle(self._settings.source):
+            raise UsageError(
+                "a worker cannot read through an open h5py handle: give the feed the path of the file instead"
+            )
+        feed = Feed.__new__(Feed)
+        feed._settings = self._settings.part(index, count, ranks)
+        feed._unopened(self._next_epoch)
+        return feed
 
     # -- pickling ------------------------------------------------------------------------------------------------
 

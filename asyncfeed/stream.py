@@ -62,6 +62,15 @@ class Stream(Generic[Item]):
     def __len__(self) -> int:
         return self._host.count(self._form())
 
+    @property
+    def host(self) -> Host:
+        """The feed that this iterates over."""
+        return self._host
+
+    def over(self, host: Host) -> Stream[Item]:
+        """The same form over another feed."""
+        return type(self)(host, self._form)
+
 
 class PaddedStream(Stream[PaddedBatch]):
     """Iterates over padded batches, and says how much of them is padding."""

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
+
+import pytest
 
 import asyncfeed
 from asyncfeed import errors
@@ -22,7 +28,7 @@ STOREYS = [
     {"memory"},
     {"engine"},
     {"cache"},
-    {"stream", "feed", "cli", "compat", "__init__", "__main__"},
+    {"stream", "feed", "cli", "compat", "epochs", "torch", "__init__", "__main__"},
 ]
 """From the ground up; each knows only those below, and what is on its own."""
 
@@ -30,6 +36,9 @@ STRANGERS = [{"storage", "memory"}]
 """Where the bytes come from, and where they go, have nothing to say to each other."""
 
 MAX_LINES = 450
+
+EXTRAS = {"torch"}
+"""Modules that need what the library itself does not: they cannot be imported everywhere."""
 
 
 def module_of(file: Path) -> str:
@@ -147,6 +156,31 @@ def test_a_module_says_what_it_is():
     assert not silent
 
 
+def run(code: str) -> str:
+    """What a new interpreter prints."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_the_library_does_without_its_extras():
+    loaded = run("import sys, asyncfeed; print(*sys.modules)").split()
+
+    assert not {"torch", "typer", "rich", "hdf5plugin"} & set(loaded)
+
+
+@pytest.mark.parametrize("extra", sorted(EXTRAS))
+def test_a_module_whose_extra_is_missing_says_what_to_install(extra):
+    code = f"""
+        import sys
+        sys.modules[{extra!r}] = None  # as if it were not there
+        try:
+            import asyncfeed.{extra}
+        except ImportError as error:
+            print(error)
+    """
+
+    assert f'pip install "asyncfeed[{extra}]"' in run(textwrap.dedent(code))
+
+
 # -- the door ----------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +213,8 @@ def test_everything_on_the_list_has_a_docstring_of_its_own():
 def test_every_module_lists_what_others_may_use_of_it():
     silent, wrong = [], []
     for module in {module for module, tree in TREES.items() if tree.body and top(module) != "cli"} - {"__init__"}:
+        if top(module) in EXTRAS and importlib.util.find_spec(module) is None:
+            continue
         names = vars(importlib.import_module(f"asyncfeed.{module}"))
         silent += [module] if "__all__" not in names else []
         wrong += [f"{module}.{name}" for name in names.get("__all__", ()) if name not in names]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from asyncfeed.engine.loaded import Array, LoadedPartition, Rows
 from asyncfeed.errors import ArgumentError
-from asyncfeed.planning.passage import Passage
+from asyncfeed.planning.passage import UNKNOWN, Passage
 from asyncfeed.planning.plan import Cut
 
 __all__ = [
@@ -274,7 +274,7 @@ class Partitions(Form[LoadedPartition]):
         return {"form": "partitions"}
 
     def units(self, items: int) -> int:
-        raise TypeError("partitions have no common size")
+        return UNKNOWN
 
     def items(self, units: int) -> int:
         raise TypeError("how many partitions there are is in feed.plan")

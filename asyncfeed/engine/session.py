@@ -145,6 +145,11 @@ class Session:
         stages = (*self._stages, Stage(s.world_size, self._form.units(items)))
         return State(*fixed, self._pass_epoch, self._form.describe(), stages, items)
 
+    def forget_position(self) -> None:
+        """An epoch that a loop has left is not gone on with, and the consumer is where the next one begins."""
+        if self._pass is None or self._pass.over:
+            self._form = None
+
     def use_partition_nbytes(self, nbytes: int) -> None:
         """Plan with partitions of another size, that of a state. Raises `BudgetError` if there is not so much memory."""
         if nbytes == self.budget.partition_nbytes:

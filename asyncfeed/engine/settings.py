@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from asyncfeed.errors import ArgumentError
@@ -34,6 +34,8 @@ class Settings:
     even: Even | None
     unreadable: Literal["raise", "skip"]
     index: Literal["auto", "off"]
+    own_ranks: bool
+    """Whether the caller said which rank this is; if not, the environment did."""
 
     @classmethod
     def checked(
@@ -62,6 +64,7 @@ class Settings:
             raise ArgumentError(
                 f"rank={rank} and world_size={world_size}: give both, or neither to take them from RANK and WORLD_SIZE"
             )
+        own_ranks = rank is not None
         rank = _whole("rank", _from_environment("RANK", 0) if rank is None else rank)
         world_size = _whole("world_size", _from_environment("WORLD_SIZE", 1) if world_size is None else world_size, 1)
         if rank >= world_size:
@@ -87,7 +90,23 @@ class Settings:
             even=even,
             unreadable=unreadable,
             index=index,
+            own_ranks=own_ranks,
         )
+
+    def part(self, index: int, count: int, ranks: tuple[int, int] | None) -> Settings:
+        """Those of one of ``count`` workers of this rank, or of the rank that ``ranks`` says if the caller did not.
+
+        Worker ``index`` counts after all ranks of the workers before it, so that the shares of a rank's workers together
+        are the share of the rank.
+        """
+        if not 0 <= index < count:
+            raise ArgumentError(f"part {index} of {count} is none; parts count from 0")
+        rank, world_size = (self.rank, self.world_size) if self.own_ranks or ranks is None else ranks
+        wanted = self.memory_budget
+        if count > 1:
+            size, feeds = (wanted.size, wanted.feeds) if isinstance(wanted, MemoryBudget) else (wanted, 1)
+            wanted = MemoryBudget(size, feeds=feeds * count)
+        return replace(self, rank=index * world_size + rank, world_size=count * world_size, memory_budget=wanted)
 
 
 def _block_nbytes(size: int | str) -> int:

@@ -18,10 +18,14 @@ from numpy.typing import NDArray
 from asyncfeed.planning.even import Even, even_count
 from asyncfeed.planning.plan import Partition, Plan
 
-__all__ = ["Passage", "Stage", "divide", "go_through", "make_even"]
+__all__ = ["UNKNOWN", "Passage", "Stage", "divide", "go_through", "make_even"]
 
 
 Integers = NDArray[np.int64]
+
+
+UNKNOWN = -1
+"""Units of a stage that handed out whole partitions: they differ in size, on every rank otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class Stage:
 
     world_size: int
     units: int
-    """That each rank handed out."""
+    """That each rank handed out, or `UNKNOWN`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

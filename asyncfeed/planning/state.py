@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncfeed.errors import StateError
-from asyncfeed.planning.passage import Stage
+from asyncfeed.planning.passage import UNKNOWN, Stage
 
 __all__ = ["State"]
 
@@ -55,6 +55,12 @@ class State:
         """For going on with it on so many ranks: the stages that are over, and the items handed out in the one that is not."""
         if self.stages and self.stages[-1].world_size == world_size:
             return self.stages[:-1], self.items
+        if any(stage.units == UNKNOWN for stage in self.stages):
+            raise StateError(
+                f"the state was saved while iterating over whole partitions on {self.stages[-1].world_size} ranks, and "
+                f"{world_size} ranks cannot divide what is left; use as many, or begin the epoch anew with "
+                f"set_epoch({self.epoch})"
+            )
         return self.stages, 0
 
     def check(self, other: State) -> None:
