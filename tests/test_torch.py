@@ -443,6 +443,17 @@ def test_workers_divide_what_was_left_by_a_loop_without_them(dataset, corpus):
     assert sorted(epoch_of(loader)) == everything(corpus)
 
 
+def test_whole_partitions_that_were_left_cannot_be_divided(dataset):
+    data, other = dataset("partitions"), dataset("partitions", rank=0, world_size=2)
+    loop = iter(data)
+    next(loop)
+
+    other.load_state_dict(data.state_dict())
+
+    with pytest.raises(StateError, match="whole partitions on 1 ranks, and 2 ranks cannot"):
+        next(iter(other))
+
+
 def test_a_state_of_other_data_is_refused(dataset, make):
     other = FeedDataset(Feed(make({"utt": np.ones((3, 2), "f4")})))
 
