@@ -184,6 +184,11 @@ def test_a_partition_has_numbers_of_its_own(dataset):
     assert next(iter(data)).lengths.tolist() == lengths
 
 
+def test_what_no_feed_hands_out_is_refused():
+    with pytest.raises(ArgumentError, match="ndarray"):
+        to_tensors(np.zeros(3))
+
+
 def test_what_is_no_feed_is_refused(path):
     with pytest.raises(ArgumentError, match=r"feed\.utterances\(\)"):
         FeedDataset(str(path))
