@@ -52,9 +52,12 @@ def to_tensors(item: Any) -> Any:
     `PaddedBatch` and `Window` stay what they are, and a `LoadedPartition` becomes a `TensorPartition`.
 
     Raises:
+        ArgumentError: it is none of these.
         ShapeError: the utterances of a partition differ in frame shape or dtype.
         TypeError: torch has no such dtype.
     """
+    if type(item) is tuple:  # first, as there are so many
+        return (*item[:-1], _tensors(item[-1]))
     if isinstance(item, Batch):
         return Batch(item.utts, _tensor(item.indices), _tensors(item.frames))
     if isinstance(item, PaddedBatch):
@@ -64,12 +67,11 @@ def to_tensors(item: Any) -> Any:
     if isinstance(item, LoadedPartition):
         own = _tensor(item.starts.copy()), _tensor(item.lengths.copy())  # the plan's, which nobody may write to
         return TensorPartition(list(item.ids), _tensors(item.frames), *own)
-    *which, frames = item
-    return (*which, _tensors(frames))
+    raise ArgumentError(f"a {type(item).__name__} is nothing that a feed hands out")
 
 
 def _tensors(value: Any) -> Any:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {name: _tensor(array) for name, array in value.items()}
     return _tensor(value)
 
@@ -298,7 +300,7 @@ def _to_shared_tensors(item: Any) -> Any:
     tensors = to_tensors(item)
     if isinstance(tensors, TensorPartition):
         frames = tensors.frames
-        for each in frames.values() if isinstance(frames, Mapping) else (frames,):
+        for each in frames.values() if isinstance(frames, dict) else (frames,):
             each.share_memory_()
     return tensors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -76,8 +77,36 @@ def test_the_recipe_extracts_once_and_trains_from_the_cache(folder):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("script", ["train_torch.py", "train_dataloader.py"])
+def test_torch_trains_on_padded_batches(folder, script):
+    pytest.importorskip("torch")
+
+    printed = run(EXAMPLES / script, folder)
+
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)", printed, re.MULTILINE)]
+    assert printed.startswith("15 batches an epoch, ")
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] / 2
+    assert [path for path in folder.iterdir() if not path.name.startswith("torchinductor")] == []  # torch's own
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is there")
+@pytest.mark.parametrize("script", ["train_torch.py", "train_dataloader.py"])
+def test_without_torch_an_example_says_what_to_install(script):
+    done = subprocess.run([sys.executable, EXAMPLES / script], capture_output=True, text=True, timeout=60, check=False)
+
+    assert (done.returncode, done.stderr) == (1, 'this example needs torch: pip install "asyncfeed[torch]"\n')
+
+
 def test_every_example_is_run_here():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"quickstart.py", "train_async.py", "extract_and_train.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "quickstart.py",
+        "train_async.py",
+        "train_torch.py",
+        "train_dataloader.py",
+        "extract_and_train.py",
+    }
 
 
 def test_the_example_of_the_readme_runs_as_it_is_printed(folder):

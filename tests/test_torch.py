@@ -184,6 +184,11 @@ def test_a_partition_has_numbers_of_its_own(dataset):
     assert next(iter(data)).lengths.tolist() == lengths
 
 
+def test_what_no_feed_hands_out_is_refused():
+    with pytest.raises(ArgumentError, match="ndarray"):
+        to_tensors(np.zeros(3))
+
+
 def test_what_is_no_feed_is_refused(path):
     with pytest.raises(ArgumentError, match=r"feed\.utterances\(\)"):
         FeedDataset(str(path))
@@ -441,6 +446,17 @@ def test_workers_divide_what_was_left_by_a_loop_without_them(dataset, corpus):
 
     assert before + epoch_of(loader) == epoch_of(dataset("utterances"))
     assert sorted(epoch_of(loader)) == everything(corpus)
+
+
+def test_whole_partitions_that_were_left_cannot_be_divided(dataset):
+    data, other = dataset("partitions"), dataset("partitions", rank=0, world_size=2)
+    loop = iter(data)
+    next(loop)
+
+    other.load_state_dict(data.state_dict())
+
+    with pytest.raises(StateError, match="whole partitions on 1 ranks, and 2 ranks cannot"):
+        next(iter(other))
 
 
 def test_a_state_of_other_data_is_refused(dataset, make):

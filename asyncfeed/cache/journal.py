@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -23,7 +23,16 @@ from asyncfeed.errors import AsyncFeedError, ClosedError, DamagedFileError, Writ
 from asyncfeed.storage.libc import start_writeback
 from asyncfeed.units import MIB, format_nbytes
 
-__all__ = ["DiskErrors", "Durability", "Journal", "Recovery", "read_header", "sync_directory", "write_all"]
+__all__ = [
+    "DiskErrors",
+    "Durability",
+    "Journal",
+    "Recovery",
+    "read_header",
+    "sync_directory",
+    "synced_meanwhile",
+    "write_all",
+]
 
 Durability = Literal["process", "fsync"]
 
@@ -230,6 +239,39 @@ def write_all(fd: int, pieces: Sequence[Any], position: int) -> int:
         views[0] = views[0][skip:]
         done += os.pwritev(fd, views, position + done)
     return nbytes
+
+
+@contextlib.contextmanager
+def synced_meanwhile(fd: int, path: str) -> Iterator[None]:
+    """Bring a file to disk while the block does something else; it is there when the block has ended well.
+
+    Raises:
+        WriteError: it could not be brought to disk.
+    """
+    failures: list[OSError] = []
+
+    def sync() -> None:
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=sync, name="asyncfeed-sync")
+    started = True
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is going away, and starts no threads any more
+        started = False
+    try:
+        yield
+    finally:
+        if started:
+            thread.join()
+    if not started:
+        sync()
+    with DiskErrors(path, "brought to disk"):
+        if failures:
+            raise failures[0]
 
 
 def sync_directory(path: str) -> None:

@@ -12,10 +12,10 @@ from typing import Literal
 from asyncfeed.cache.fingerprint import Fingerprint
 from asyncfeed.cache.generation import Generation
 from asyncfeed.cache.ids import Groups
-from asyncfeed.cache.journal import DiskErrors, Durability, Journal, read_header, sync_directory
+from asyncfeed.cache.journal import DiskErrors, Durability, Journal, read_header, sync_directory, synced_meanwhile
 from asyncfeed.cache.lock import PATIENCE, Lock
-from asyncfeed.cache.records import Entry
 from asyncfeed.cache.seal import Compression, UnexpectedLayoutError, seal, seal_copy
+from asyncfeed.cache.table import Table
 from asyncfeed.cache.view import View, intact, read_item
 from asyncfeed.errors import ChangedFileError, DamagedFileError, LockedFileError, StaleCacheError, StorageError
 from asyncfeed.planning.catalog import Catalog
@@ -136,8 +136,9 @@ def _sealed(settings: Settings, journal: Journal) -> tuple[str, Catalog]:
     if settings.compression is None:
         end = journal.end
         with contextlib.suppress(UnexpectedLayoutError):
-            seal(journal)
-            return journal.path, _inspected(journal.path, journal.entries)
+            table = seal(journal)
+            with synced_meanwhile(journal.fd, journal.path):
+                return journal.path, _inspected(journal.path, table)
         journal.rewind(end)
     path = f"{journal.path}.copy"
     seal_copy(
@@ -147,7 +148,7 @@ def _sealed(settings: Settings, journal: Journal) -> tuple[str, Catalog]:
         lambda uid: read_item(journal.fd, journal.entries[uid], uid, journal.path),
         settings.compression,
     )
-    return path, _inspected(path, {})
+    return path, _inspected(path)
 
 
 # -- merging -----------------------------------------------------------------------------------------------------
@@ -275,8 +276,8 @@ def remove_unfinished(journal: str) -> None:
     remove(f"{journal}.scratch")
 
 
-def _inspected(path: str, entries: Mapping[str, Entry]) -> Catalog:
-    """What HDF5 finds in a file that was just sealed.
+def _inspected(path: str, table: Table | None = None) -> Catalog:
+    """What HDF5 finds in a file that was just sealed, compared with a table of where things are.
 
     Raises:
         UnexpectedLayoutError: something else than was put there.
@@ -285,10 +286,12 @@ def _inspected(path: str, entries: Mapping[str, Entry]) -> Catalog:
         catalog = scan(Container(path, "{utt}"))
     except StorageError as error:
         raise UnexpectedLayoutError("HDF5 cannot read what was made of its metadata") from error
-    found = dict(zip(catalog.ids, catalog.offset.tolist(), strict=True))
-    elsewhere = {uid: e.offset for uid, e in entries.items() if e.nbytes and found.get(uid) != e.offset}
-    if elsewhere:
-        _look_up(path, elsewhere)
+    if table is not None:
+        found = dict(zip(catalog.ids, catalog.offset.tolist(), strict=True))
+        wanted = zip(table.ids, table.offset.tolist(), table.nbytes.tolist(), strict=True)
+        elsewhere = {uid: offset for uid, offset, nbytes in wanted if nbytes and found.get(uid) != offset}
+        if elsewhere:
+            _look_up(path, elsewhere)
     return catalog
 
 
@@ -307,7 +310,9 @@ def _keep_index(catalog: Catalog, path: str) -> None:
     """Put the catalog of a sealed file beside it, so that a feed need not scan it."""
     # The state in which it was scanned: what is at that path by now may be what another process has merged.
     with contextlib.suppress(OSError):
-        save_index(replace(catalog, files=(replace(catalog.files[0], path=path),)), beside(path))
+        files = (replace(catalog.files[0], path=path),)
+        skipped = tuple(replace(each, path=path) for each in catalog.skipped)
+        save_index(replace(catalog, files=files, skipped=skipped), beside(path))
 
 
 def _has_holes(view: View) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import h5py
+import numpy as np
 
 from asyncfeed.cache.ids import Groups
 from asyncfeed.cache.journal import DiskErrors
-from asyncfeed.cache.records import Entry
+from asyncfeed.cache.table import Table
 from asyncfeed.cache.values import type_id
 
 __all__ = ["Room", "data_nbytes", "hdf5_errors", "metadata_nbytes"]
@@ -20,10 +21,12 @@ BASE, PER_DATASET, PER_GROUP, PER_CHUNK = 1 << 16, 1024, 4096, 1024
 """Bytes of metadata, generously; measured were 390 per dataset and 1,100 per group."""
 
 
-def metadata_nbytes(entries: Mapping[str, Entry]) -> int:
+def metadata_nbytes(table: Table) -> int:
     """What HDF5 needs for datasets of these ids at most, beside their data."""
-    names = sum(len(uid.encode()) + len(type_id(entry.dtype).encode()) for uid, entry in entries.items())
-    return BASE + len(entries) * PER_DATASET + len(Groups(entries)) * PER_GROUP + 4 * names
+    types = [len(type_id(form[0]).encode()) for form in table.forms if form is not None]
+    names = table.ids.blob.size + int(np.bincount(table.form, minlength=len(types)) @ np.array(types, np.int64))
+    groups = len(Groups(table.ids)) if np.any(table.ids.blob == ord("/")) else 0
+    return BASE + len(table) * PER_DATASET + groups * PER_GROUP + 4 * names
 
 
 def data_nbytes(dataset: h5py.Dataset) -> int:

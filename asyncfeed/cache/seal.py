@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import h5py
@@ -23,10 +23,10 @@ from h5py import h5d, h5o, h5p, h5s, h5t
 from numpy.typing import NDArray
 
 from asyncfeed.cache.fingerprint import Fingerprint
-from asyncfeed.cache.journal import DiskErrors, Journal, write_all
-from asyncfeed.cache.records import DATA_START, HEADER_START, POINTER_START, Entry, Header, Pointer
+from asyncfeed.cache.journal import DiskErrors, Journal, synced_meanwhile, write_all
+from asyncfeed.cache.records import DATA_START, HEADER_START, POINTER_START, Header, Pointer
 from asyncfeed.cache.room import Room, data_nbytes, hdf5_errors, metadata_nbytes
-from asyncfeed.cache.table import Entries
+from asyncfeed.cache.table import Entries, Table
 from asyncfeed.cache.values import type_id
 
 __all__ = ["ATTRIBUTE", "Compression", "UnexpectedLayoutError", "seal", "seal_copy"]
@@ -49,9 +49,14 @@ SUPERBLOCK_VERSION, SUPERBLOCK_END = 8, 40
 """Where these stand in a file (II.A)."""
 UNDEFINED = 0xFFFF_FFFF_FFFF_FFFF
 
+LAYOUT = np.dtype([("version", "u1"), ("class", "u1"), ("address", "<u8"), ("nbytes", "<u8")])
+"""The data layout message of contiguous data."""
 
-def seal(journal: Journal) -> None:
-    """Turn a journal into an HDF5 file, in place. It still has its name, and on failure it still is a journal.
+
+def seal(journal: Journal) -> Table:
+    """Turn a journal into an HDF5 file, in place; what it holds. It still has its name, and on failure it is a journal.
+
+    What is written last has still to be brought to disk.
 
     Raises:
         WriteError: the disk is full.
@@ -60,25 +65,27 @@ def seal(journal: Journal) -> None:
     end = journal.end
     scratch = f"{journal.path}.scratch"
     try:
-        table = journal.append_table(journal.entries.to_table().to_archive())
-        head, tail = _metadata(scratch, journal.entries, journal.end, journal.header.fingerprint)
-        pointer = Pointer(table.offset, table.nbytes, journal.end + len(tail))
+        table = journal.entries.to_table()
+        archive = journal.append_table(table.to_archive())
+        with synced_meanwhile(journal.fd, journal.path):  # the data, while HDF5 makes what it keeps of them
+            head, tail = _metadata(scratch, table, journal.end, journal.header.fingerprint)
+        pointer = Pointer(archive.offset, archive.nbytes, journal.end + len(tail))
         with DiskErrors(journal.path, "sealed"):
             write_all(journal.fd, [tail], journal.end)
             os.pwrite(journal.fd, pointer.encode(), POINTER_START)
             os.pwrite(journal.fd, head, 0)
-            os.fsync(journal.fd)
     except BaseException:
         journal.rewind(end)
         raise
+    return table
 
 
-def _metadata(path: str, entries: Mapping[str, Entry], end: int, fingerprint: Fingerprint) -> tuple[bytes, bytes]:
+def _metadata(path: str, table: Table, end: int, fingerprint: Fingerprint) -> tuple[bytes, bytes]:
     """What HDF5 writes for these datasets: before `HEADER_START`, and from ``end`` on."""
     try:
         with hdf5_errors(path), _file_around(path, end, fingerprint) as file, Room(path) as room:
-            room.take(end, end + metadata_nbytes(entries))
-            addresses = _create_datasets(file, entries)
+            room.take(end, end + metadata_nbytes(table))
+            addresses = _create_datasets(file, table)
         with open(path, "rb") as scratch:
             head = bytearray(scratch.read(HEADER_START))
             scratch.seek(end)
@@ -88,11 +95,11 @@ def _metadata(path: str, entries: Mapping[str, Entry], end: int, fingerprint: Fi
             os.unlink(path)
     if not tail:  # all of it has found room at the beginning, and HDF5 takes the file to end there
         struct.pack_into("<Q", head, SUPERBLOCK_END, end)
-    for address, entry in zip(addresses, entries.values(), strict=True):
-        if entry.nbytes:
-            # HDF5 puts the first headers into what is left of the block that it began the file with.
-            _enter_place(*((head, address) if address < HEADER_START else (tail, address - end)), entry)
-    return bytes(head), bytes(tail)
+    metadata = np.frombuffer(head + tail, np.uint8)
+    # HDF5 puts the first headers into what is left of the block that it began the file with.
+    headers = np.where(addresses < HEADER_START, addresses, addresses - end + HEADER_START)
+    _enter_places(metadata, headers, table)
+    return metadata[:HEADER_START].tobytes(), metadata[HEADER_START:].tobytes()
 
 
 @contextlib.contextmanager
@@ -112,7 +119,7 @@ def _file_around(path: str, end: int, fingerprint: Fingerprint) -> Iterator[h5py
         del block
 
 
-def _create_datasets(file: h5py.File, entries: Mapping[str, Entry]) -> list[int]:
+def _create_datasets(file: h5py.File, table: Table) -> NDArray[np.int64]:
     """Create a dataset without data for each item; the addresses of their headers."""
     settings = h5p.create(h5p.DATASET_CREATE)
     settings.set_alloc_time(h5d.ALLOC_TIME_LATE)
@@ -120,19 +127,20 @@ def _create_datasets(file: h5py.File, entries: Mapping[str, Entry]) -> list[int]
     settings.set_obj_track_times(False)
     groups = h5p.create(h5p.LINK_CREATE)
     groups.set_create_intermediate_group(True)
-    spaces = {0: h5s.create(h5s.SCALAR)}
-    root, addresses = file.id, []
-    for number, (uid, entry) in enumerate(entries.items(), 1):
-        if number % FLUSH_EVERY == 0:
+    forms = [(type_id(form[0]), form[1]) for form in table.forms if form is not None]
+    spaces: dict[int, h5s.SpaceID] = {0: h5s.create(h5s.SCALAR)}
+    root, addresses = file.id, np.empty(len(table), np.int64)
+    for row, (uid, form) in enumerate(zip(table.ids, table.form.tolist(), strict=True)):
+        if row % FLUSH_EVERY == FLUSH_EVERY - 1:
             file.flush()
-        rank = len(entry.shape)
-        space = spaces.get(rank)
+        datatype, shape = forms[form]
+        space = spaces.get(len(shape))
         if space is None:
-            space = spaces[rank] = h5s.create_simple(entry.shape)
-        elif rank:
-            space.set_extent_simple(entry.shape)  # a fifth of what making one takes
-        dataset = h5d.create(root, uid.encode(), type_id(entry.dtype), space, settings, groups if "/" in uid else None)
-        addresses.append(h5o.get_info(dataset).addr)
+            space = spaces[len(shape)] = h5s.create_simple(shape)
+        elif shape:
+            space.set_extent_simple(shape)  # a fifth of what making one takes
+        dataset = h5d.create(root, uid.encode(), datatype, space, settings, groups if "/" in uid else None)
+        addresses[row] = h5o.get_info(dataset).addr
     return addresses
 
 
@@ -144,20 +152,39 @@ def _end_in(metadata: bytes | bytearray) -> int:
     return int(end)
 
 
-def _enter_place(metadata: bytearray, header: int, entry: Entry) -> None:
-    """Write into the object header of a dataset where its data are."""
-    layout = _layout_in(metadata, header)
-    if struct.unpack_from("<BBQQ", metadata, layout) != (3, 1, UNDEFINED, entry.nbytes):
+def _enter_places(metadata: NDArray[np.uint8], headers: NDArray[np.int64], table: Table) -> None:
+    """Write into the object header of every dataset where its data are."""
+    layouts = headers + _layouts_in(metadata, headers, table)
+    filled = np.flatnonzero(table.nbytes)
+    layouts = layouts[filled]
+    expected = np.zeros(filled.size, LAYOUT)
+    expected["version"], expected["class"] = 3, 1
+    expected["address"], expected["nbytes"] = UNDEFINED, table.nbytes[filled]
+    places = layouts[:, None] + np.arange(LAYOUT.itemsize)
+    if not np.array_equal(metadata[places], expected.view(np.uint8).reshape(places.shape)):
         raise UnexpectedLayoutError("HDF5 lays out a dataset otherwise than expected")
-    struct.pack_into("<Q", metadata, layout + 2, entry.offset)
+    expected["address"] = table.offset[filled]
+    metadata[places] = expected.view(np.uint8).reshape(places.shape)
 
 
-def _layout_in(metadata: bytearray, header: int) -> int:
+def _layouts_in(metadata: NDArray[np.uint8], headers: NDArray[np.int64], table: Table) -> NDArray[np.int64]:
+    """Where in its object header the data layout message of every dataset begins: where it does for all like it."""
+    kinds: dict[tuple[Any, int], int] = {}
+    number = [kinds.setdefault((form[0], len(form[1])), len(kinds)) for form in table.forms if form is not None]
+    kind = np.array(number, np.int64)[table.form]
+    _, firsts = np.unique(kind, return_index=True)
+    found: NDArray[np.int64] = np.array([_layout_in(metadata, header) - header for header in headers[firsts].tolist()])[
+        kind
+    ]
+    return found
+
+
+def _layout_in(metadata: NDArray[np.uint8], header: int) -> int:
     """Where the data layout message of an object header begins."""
-    version, num_messages = struct.unpack_from("<BxH", metadata, header)
+    version, num_messages = struct.unpack_from("<BxH", metadata.data, header)
     position = header + 16
     for _ in range(num_messages if version == 1 else 0):
-        kind, nbytes = struct.unpack_from("<HH", metadata, position)
+        kind, nbytes = struct.unpack_from("<HH", metadata.data, position)
         position += 8
         if kind == LAYOUT_MESSAGE:
             return position
@@ -180,7 +207,7 @@ def seal_copy(
     table = entries.to_table()
     table.offset.fill(-1)
     archive = table.to_archive()
-    start, metadata = DATA_START + archive.size, metadata_nbytes(entries)
+    start, metadata = DATA_START + archive.size, metadata_nbytes(table)
     try:
         with hdf5_errors(path):
             with _file_around(path, start, header.fingerprint) as file, Room(path) as room:
