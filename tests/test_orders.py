@@ -157,6 +157,21 @@ def test_weights_draw_with_replacement_in_their_proportions(make):
     assert first != second
 
 
+@pytest.mark.parametrize("shuffle", [{"long": 1.0}, ["long"] * 50])
+def test_utterances_that_come_again_and_again_need_not_fit_into_what_all_take_once(make, shuffle):
+    path = make(
+        {"long": np.arange(200, dtype="f4")[:, None]} | {f"short{i}": np.zeros((1, 1), "f4") for i in range(49)}
+    )
+
+    for budget in ("auto", "16k", "1m"):
+        with Feed(path, shuffle=shuffle, memory_budget=budget, index="off") as feed:
+            utterances = [(utt, array[:, 0].tolist()) for utt, array in feed.utterances()]
+            frames = Counter(index for _, index, _ in feed)
+
+        assert utterances == [("long", list(range(200)))] * 50
+        assert frames == Counter(dict.fromkeys(range(200), 50))
+
+
 @pytest.mark.parametrize("wrong", ["random", 3, None, {"a": -1.0}, {"a": 0.0}, {"a": float("nan")}, {}, [1, 2], b"utt"])
 def test_what_is_no_order_is_refused(wrong):
     with pytest.raises(ArgumentError, match=r"shuffle"):

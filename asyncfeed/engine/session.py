@@ -60,7 +60,9 @@ class Session:
             )
         maker = pick_maker()
         self._may_use = partial(measure, mount=NAMED_MOUNT if maker == "named" else None)
-        needed = self._needed = needed_nbytes(self.library.corpus, TABLES_NBYTES if settings.order.shuffles else 0)
+        order = settings.order
+        times = order.most_times(len(self.library.corpus))
+        needed = self._needed = times * needed_nbytes(self.library.corpus, TABLES_NBYTES if order.shuffles else 0)
         self.budget = resolve(
             settings.memory_budget, needed=needed, prefetch=settings.prefetch, measured=self._may_use()
         )

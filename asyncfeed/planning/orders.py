@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -65,6 +66,12 @@ class Order:
     def shuffles(self) -> bool:
         """Whether the units of a partition come in random order."""
         return self.kind not in ("file", "own")
+
+    def most_times(self, num_utterances: int) -> int:
+        """How often an utterance may come in an epoch at most."""
+        if self.kind == "weighted":
+            return num_utterances
+        return max(Counter(self.ids).values(), default=1) if self.kind == "own" else 1
 
     def describe(self) -> Any:
         """As plain values, small: for comparing with a saved state."""
