@@ -44,6 +44,7 @@ class Generation:
         except OSError as error:
             raise translate(error, path) from error
         self._close = weakref.finalize(self, os.close, self.fd)
+        self._close.atexit = False  # some merge what is open then
         self.stamp = stamp(path, self.fd)
         self.nonce, self.fingerprint, self.table = self._identify()
         self._datasets = _Datasets(self.stamp, self.fd)

@@ -89,7 +89,8 @@ class Journal:
         self._appending, self._syncing = threading.Lock(), threading.Lock()
         with DiskErrors(path, "opened for writing"):
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        weakref.finalize(self, os.close, self.fd)  # not in close(): another thread may be reading an item just now
+        # Not in close(): another thread may be reading an item just now. Nor at exit, where some seal what is open.
+        weakref.finalize(self, os.close, self.fd).atexit = False
         if os.fstat(self.fd).st_size <= DATA_START:
             self._begin(fingerprint)
         else:
