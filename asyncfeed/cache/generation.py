@@ -116,7 +116,7 @@ class _Datasets:
         # Merging took it away or put another one in its place, but whoever has it open goes on with it.
         content = io.FileIO(os.dup(self._fd))
         file = h5py.File(content, "r")
-        weakref.finalize(file, content.close)
+        weakref.finalize(file, content.close).atexit = False
         return file
 
     def close(self) -> None:
