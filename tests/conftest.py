@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 # No deadline: a busy machine is no fault of the code. The budget of time is that of the whole set of tests.
-hypothesis.settings.register_profile("asyncfeed", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("asyncfeed", deadline=None, max_examples=30)
 hypothesis.settings.load_profile("asyncfeed")
 
 Arrays = Mapping[str, np.ndarray]
