@@ -46,7 +46,7 @@ WRITING = ("a", "r+", "w", "w-", "x")
 MODES = ("r", *WRITING)
 
 SOON_MERGED = 256 * MIB
-"""What is no larger than this is made one file whenever something was added; it takes less than a second."""
+"""What is no larger than this is made one file whenever something was added; it takes about a second."""
 
 AT_THE_END = -100
 """Negative, so that when a process ends its children have ended before it."""
