@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -10,11 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import anyio
 import h5py
 import hypothesis
 import numpy as np
 import pytest
+import trio
 
 # No deadline: a busy machine is no fault of the code. The budget of time is that of the whole set of tests.
 hypothesis.settings.register_profile("asyncfeed", deadline=None, max_examples=30)
@@ -61,6 +65,25 @@ def make(tmp_path: Path) -> Callable[..., Path]:
         return write(tmp_path / name, arrays, **options)
 
     return make
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Run an async function on one of the event loops; one that hangs is ended, and says where."""
+
+    async def patiently(function: Callable[..., Any], *args: Any) -> Any:
+        with anyio.fail_after(60):
+            return await function(*args)
+
+    if request.param == "trio":
+        return lambda *args: trio.run(patiently, *args)
+    return lambda *args: asyncio.run(patiently(*args))
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Path:
+    """Where a test has its cache."""
+    return tmp_path / "feats"
 
 
 @pytest.fixture(autouse=True)

@@ -32,24 +32,6 @@ from asyncfeed import (
 from asyncfeed.cache import publish
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Run an async function on one of the event loops; nothing in it takes longer than ten seconds."""
-
-    async def patiently(function: Callable[..., Any], *args: Any) -> Any:
-        with anyio.fail_after(5):
-            return await function(*args)
-
-    if request.param == "trio":
-        return lambda *args: trio.run(patiently, *args)
-    return lambda *args: asyncio.run(patiently(*args))
-
-
-@pytest.fixture
-def where(tmp_path: Path) -> Path:
-    return tmp_path / "feats"
-
-
 async def ones(uid: str, length: int = 3) -> np.ndarray:
     return np.ones(length, "f4")
 

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
-import trio
 
 from asyncfeed import ArgumentError, CachedItem, CacheMissError, ItemIdError, ItemTypeError
-
-
-@pytest.fixture(params=["asyncio", "trio"])
-def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Run an async function on one of the event loops; nothing in it takes longer than five seconds."""
-
-    async def patiently(function: Callable[..., Any], *args: Any) -> Any:
-        with anyio.fail_after(5):
-            return await function(*args)
-
-    if request.param == "trio":
-        return lambda *args: trio.run(patiently, *args)
-    return lambda *args: asyncio.run(patiently(*args))
-
-
-@pytest.fixture
-def where(tmp_path: Path) -> Path:
-    return tmp_path / "feats"
 
 
 async def outcome_of(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -14,24 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import trio
 
 from asyncfeed import CachedItem, Feed, LockedFileError, ModeError
 
 PATIENT = 50.0
-
-
-@pytest.fixture(params=["asyncio", "trio"])
-def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Run an async function on one of the event loops."""
-    if request.param == "trio":
-        return trio.run
-    return lambda function, *args: asyncio.run(function(*args))
-
-
-@pytest.fixture
-def where(tmp_path: Path) -> Path:
-    return tmp_path / "feats"
 
 
 async def fill(where: Path, items: dict[str, Any], **options: Any) -> None:
@@ -332,9 +318,9 @@ asyncio.run(item.__aenter__())
 asyncio.run(item.put("a", 1.0))
 if not os.fork():
     os.close(writer)
+    print("forked", flush=True)  # by the child: until it runs, it has what its parent had
     os.read(reader, 1)
     os._exit(0)
-print("forked", flush=True)
 sys.stdin.read()
 """
     process = start(FORK + code, where)

@@ -13,35 +13,15 @@ import signal
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
-import trio
 
 from asyncfeed import CachedItem, CacheMissError, ClosedError, ModeError, UsageError
 from asyncfeed.cache import journal as journal_module
 from asyncfeed.cache import publish
-
-
-@pytest.fixture(params=["asyncio", "trio"])
-def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Run an async function on one of the event loops; nothing in it takes longer than five seconds."""
-
-    async def patiently(function: Callable[..., Any], *args: Any) -> Any:
-        with anyio.fail_after(5):
-            return await function(*args)
-
-    if request.param == "trio":
-        return lambda *args: trio.run(patiently, *args)
-    return lambda *args: asyncio.run(patiently(*args))
-
-
-@pytest.fixture
-def where(tmp_path: Path) -> Path:
-    return tmp_path / "feats"
 
 
 async def entered(event: threading.Event) -> None:

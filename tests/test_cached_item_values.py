@@ -14,7 +14,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import trio
 
 from asyncfeed import (
     CachedItem,
@@ -25,19 +24,6 @@ from asyncfeed import (
     StaleCacheError,
     UnreadableDatasetError,
 )
-
-
-@pytest.fixture(params=["asyncio", "trio"])
-def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Run an async function on one of the event loops."""
-    if request.param == "trio":
-        return trio.run
-    return lambda function, *args: asyncio.run(function(*args))
-
-
-@pytest.fixture
-def where(tmp_path: Path) -> Path:
-    return tmp_path / "feats"
 
 
 async def outcome_of(function: Callable[..., Any], *args: Any) -> Any:
