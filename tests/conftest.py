@@ -108,6 +108,12 @@ def segments() -> Callable[[], list[str]]:
     return named_segments
 
 
+@pytest.fixture
+def open_in() -> Callable[[Path], int]:
+    """Counts the descriptors of this process that refer to files in a directory."""
+    return lambda directory: sum(target.startswith(f"{directory}/") for target in _open_descriptors())
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """After every test there are as many threads, descriptors, mappings and shared segments as before."""
@@ -126,13 +132,18 @@ def named_segments() -> list[str]:
     return sorted(name for name in os.listdir("/dev/shm") if name.startswith("asyncfeed"))
 
 
-def _held() -> dict[str, list[str]]:
-    descriptors = []
+def _open_descriptors() -> list[str]:
+    """What the descriptors of this process refer to. Another thread may close some while they are looked at."""
+    targets = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{fd}")
-            if not target.startswith(("/proc/", "anon_inode:", "pipe:", "socket:", "/dev/null")):
-                descriptors.append(target)
+            targets.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return targets
+
+
+def _held() -> dict[str, list[str]]:
+    passing = ("/proc/", "anon_inode:", "pipe:", "socket:", "/dev/null")
+    descriptors = [target for target in _open_descriptors() if not target.startswith(passing)]
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
         # trio keeps threads for ten seconds, in case that there is more to do.

@@ -308,15 +308,9 @@ def test_a_plan_that_does_not_fit_its_memory_is_never_carried_out(path, kernel):
 # -- how much else -----------------------------------------------------------------------------------------------
 
 
-def open_files(directory: Path) -> int:
-    """Descriptors of this process that refer to files in a directory."""
-    links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    return sum(str(directory) in os.readlink(link) for link in links if link.is_symlink())
-
-
 @pytest.mark.parametrize("compression", [None, "gzip"])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_of_many_files_few_are_open_at_a_time(make, tmp_path, compression, shuffle):
+def test_of_many_files_few_are_open_at_a_time(make, tmp_path, open_in, compression, shuffle):
     arrays = {f"utt{i:03d}": np.full((5, 3), i, "f4") for i in range(200)}
     paths = [
         make({utt: a}, f"{utt}.h5", chunks=compression and (5, 3), compression=compression) for utt, a in arrays.items()
@@ -326,14 +320,14 @@ def test_of_many_files_few_are_open_at_a_time(make, tmp_path, compression, shuff
 
     def stopped() -> bool:
         """Asked before every read."""
-        seen.append(open_files(tmp_path))
+        seen.append(open_in(tmp_path))
         return False
 
     loaded = Loaded(library, stopped=stopped, shuffle=shuffle, partition_nbytes=8 * KIB)
 
     assert same(loaded.arrays, arrays)
     assert 1 < max(seen) <= MAX_OPEN + 1
-    assert open_files(tmp_path) == 0
+    assert open_in(tmp_path) == 0
 
 
 @pytest.fixture
