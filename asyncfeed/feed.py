@@ -63,12 +63,14 @@ class Feed:
             sequence of ids: these, in this order, frames in order. A mapping of ids to weights: as many as there are
             utterances are drawn, with replacement, and frames in random order within each partition.
         block_size: of those blocks.
-        seed: of all random order, which depends on it, the epoch and the partition size alone.
+        seed: of all random order, which depends on it, the epoch and the partition size alone. The default is the same
+            everywhere.
         includes: ids to stream; unknown ones are ignored. Goes before ``excludes``. Empty means none.
         excludes: ids to leave out.
         prefetch: partitions that are read ahead; at least 1.
-        rank: which share of the utterances is streamed here; by default the environment variable ``RANK``, or 0.
-        world_size: into how many shares they are divided; by default ``WORLD_SIZE``, or 1.
+        rank: which share of the epoch is streamed here; by default the environment variable ``RANK``, or 0.
+        world_size: into how many shares it is divided; by default ``WORLD_SIZE``, or 1. The order of the epoch does not
+            depend on it: each rank goes through a part of the same order.
         even: as many items on every rank, known in advance by each without talking: ``"drop"`` leaves out the last frames
             of those that have more, ``"pad"`` repeats the first ones of those that have fewer; None gives each what it has.
         unreadable: datasets that cannot be streamed and files that cannot be opened are errors (``"raise"``) or are
@@ -386,9 +388,9 @@ class Feed:
     def part(self, index: int, count: int, *, ranks: tuple[int, int] | None = None) -> Feed:
         """A new feed for one of ``count`` workers that divide between them what this rank streams, and its memory.
 
-        Each takes every ``count``-th of the rank's utterances (or blocks, or padded batches). Workers that take turns
-        hand out whole utterances and padded batches in the order in which this feed has them. It begins with the epoch
-        that is next here, from its start.
+        Workers are to a rank what ranks are to the epoch: each goes through a part of the rank's order. Workers that take
+        turns hand out whole utterances and padded batches in the order in which this feed has them. It begins with the
+        epoch that is next here, from its start.
 
         Args:
             index: which part, from 0.

@@ -110,8 +110,8 @@ class FeedDataset(IterableDataset):
     sends copies. Give ``batch_size=None`` to the loader where the form makes batches, or else a ``batch_size``, which the
     loader gathers: a single frame is too little to send.
 
-    ``N`` ranks with ``W`` workers each divide the utterances between all ``N * W`` of them; ``even=`` of the feed makes
-    the counts of all equal. A rank's workers together stream what the rank streams without workers; whole utterances and
+    ``N`` ranks with ``W`` workers each divide the epoch between all ``N * W`` of them; ``even=`` of the feed makes the
+    counts of all equal. A rank's workers together stream what the rank streams without workers; whole utterances and
     padded batches even in the same order. Each worker reads ahead by itself, in an equal part of the memory budget.
 
     The feed itself is neither opened nor iterated over: its settings are what counts. The data set can be pickled, forked

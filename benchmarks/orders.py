@@ -21,7 +21,7 @@ from asyncfeed import Feed
 from asyncfeed.planning.catalog import Catalog, FileStamp, Kind
 from asyncfeed.planning.corpus import Corpus
 from asyncfeed.planning.orders import Order
-from asyncfeed.planning.plan import make_plan
+from asyncfeed.planning.planner import make_plan
 from asyncfeed.planning.strings import Strings
 
 MILLION = 1_000_000

@@ -30,6 +30,7 @@ from asyncfeed.compat import audiomate as ours
 from asyncfeed.compat.audiomate.arguments import storage_nbytes
 from asyncfeed.planning.audiomate import feature_plan, pack_frames
 from asyncfeed.planning.catalog import FileStamp
+from asyncfeed.planning.planner import make_plan
 from asyncfeed.storage.library import open_library
 
 SEEDS = [0, 12, 2**32 - 1]
@@ -889,7 +890,7 @@ def test_the_names_on_the_door_are_those_of_audiomate(original):
 
 def test_a_plan_of_ours_orders_units_with_its_own_draws(path: Path):
     corpus = open_library(path).corpus
-    plan = asyncfeed.planning.plan.make_plan(corpus, partition_nbytes=1 << 20, seed=4)
+    plan = make_plan(corpus, partition_nbytes=1 << 20, seed=4)
     units, again = np.arange(50, dtype=np.int32), np.arange(50, dtype=np.int32)
 
     plan.order_units(plan[0], units)

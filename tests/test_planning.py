@@ -20,7 +20,8 @@ from asyncfeed.planning.corpus import Corpus
 from asyncfeed.planning.draws import Purpose, generator
 from asyncfeed.planning.orders import Order
 from asyncfeed.planning.placement import place
-from asyncfeed.planning.plan import ALIGNMENT, Cut, Plan, make_plan, needed_nbytes
+from asyncfeed.planning.plan import ALIGNMENT, Cut, Plan
+from asyncfeed.planning.planner import make_plan, make_plans, needed_nbytes
 from asyncfeed.planning.strings import Strings
 from asyncfeed.units import PAGE_NBYTES
 
@@ -236,6 +237,68 @@ def test_every_unit_is_planned_once_on_one_rank(corpus, cut, pages, shuffle, see
     assert sum(plan.num_utterances for plan in plans) == len(corpus)
 
 
+def in_order(plan: Plan) -> list[tuple[int, int, int]]:
+    """The units of a plan of frames or windows, as they are handed out."""
+    units = []
+    for partition in plan:
+        of_slices = zip(partition.utts.tolist(), partition.starts.tolist(), partition.stops.tolist(), strict=True)
+        here = [unit for each in of_slices for unit in units_of(*each, plan.cut)]
+        order = np.arange(partition.before + len(here) + partition.after, dtype=np.int32)
+        if plan.shuffle:
+            plan.order_units(partition, order)
+        units += [here[k - partition.before] for k in order.tolist() if 0 <= k - partition.before < len(here)]
+    return units
+
+
+@settings(max_examples=100)
+@given(corpora(), cuts(), PAGES, st.booleans(), SEEDS, st.integers(1, 9))
+@example(corpus_of(catalog([5])), Cut(unit_nbytes=8), 1, True, 0, 7)  # ranks without a frame, on both sides of others
+@example(corpus_of(catalog([0, 0, 1, 0])), Cut(unit_nbytes=8), 1, True, 0, 3)
+@example(corpus_of(catalog([3000, 7])), Cut(5, 70, True, False, 8), 3, True, 0, 3)
+def test_every_rank_goes_through_a_part_of_one_order(corpus, cut, pages, shuffle, seed, world_size):
+    """So the order of an epoch, and what is shuffled together, does not depend on the number of ranks."""
+    assume(not cut.whole)
+    options = {"partition_nbytes": pages * PAGE_NBYTES, "shuffle": shuffle, "seed": seed, "cut": cut}
+    place = {unit: n for n, unit in enumerate(in_order(plan_or_skip(corpus, **options)))}
+
+    plans = [make_plan(corpus, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+
+    places = [[place[unit] for unit in in_order(plan)] for plan in plans]
+    assert sorted(n for each in places for n in each) == list(range(len(place)))
+    assert all(each == sorted(each) for each in places)
+    if shuffle:
+        assert max(map(len, places)) - min(map(len, places)) <= 1
+
+
+@settings(max_examples=50)
+@given(corpora(), cuts(), PAGES, SEEDS, st.integers(1, 4), st.integers(1, 4))
+def test_the_runs_of_parts_of_a_rank_are_the_run_of_the_rank(corpus, cut, pages, seed, world_size, parts):
+    assume(not cut.whole)
+    options = {"partition_nbytes": pages * PAGE_NBYTES, "seed": seed, "cut": cut}
+    plan_or_skip(corpus, **options)
+
+    ranks = make_plans(corpus, world_size=world_size, shuffle=Order.of(True), **options)
+    divided = make_plans(corpus, world_size=world_size * parts, shuffle=Order.of(True), **options)
+
+    for rank, plan in enumerate(ranks):
+        own = [unit for part in divided[rank * parts : (rank + 1) * parts] for unit in in_order(part)]
+        assert sorted(own) == sorted(in_order(plan))
+
+
+@settings(max_examples=50)
+@given(corpora(), cuts(), PAGES, st.booleans(), st.integers(1, 6))
+def test_the_plans_of_all_ranks_are_those_of_each(corpus, cut, pages, shuffle, world_size):
+    options = {
+        "partition_nbytes": pages * PAGE_NBYTES,
+        "cut": cut,
+        "shuffle": Order.of(shuffle),
+        "world_size": world_size,
+    }
+    plans = [plan_or_skip(corpus, rank=rank, **options) for rank in range(world_size)]
+
+    assert make_plans(corpus, **options) == plans
+
+
 @settings(max_examples=70)
 @given(corpora(), cuts(), PAGES, st.booleans())
 @example(
@@ -298,17 +361,16 @@ def test_a_budget_error_names_the_utterance_and_the_least_that_suffices(demand, 
         make_plan(corpus, partition_nbytes=partition_nbytes - PAGE_NBYTES, **options)
 
 
-@given(corpora(), PAGES, PAGES, SEEDS, st.integers(0, 5), st.integers(1, 3))
-def test_the_order_of_utterances_does_not_depend_on_the_partition_size(corpus, small, large, seed, epoch, world_size):
-    options = {"seed": seed, "epoch": epoch, "world_size": world_size, "cut": Cut(unit_nbytes=8)}
+@given(corpora(), PAGES, PAGES, SEEDS, st.integers(0, 5))
+def test_the_order_of_utterances_does_not_depend_on_the_partition_size(corpus, small, large, seed, epoch):
+    options = {"seed": seed, "epoch": epoch, "cut": Cut(unit_nbytes=8)}
 
     orders = [
         list(dict.fromkeys(plan_or_skip(corpus, partition_nbytes=p * PAGE_NBYTES, **options).utts.tolist()))
         for p in (small, large)
     ]
 
-    share = Order.of(True).share(corpus, seed=seed, epoch=epoch, world_size=world_size)
-    assert orders[0] == orders[1] == share.tolist()
+    assert orders[0] == orders[1] == Order.of(True).rows(corpus, seed=seed, epoch=epoch).tolist()
 
 
 @given(corpora(), cuts(), PAGES, SEEDS)
@@ -347,10 +409,14 @@ def test_an_empty_corpus_has_no_partition():
     assert plan.num_utterances == plan.num_frames == plan.max_partition_nbytes == 0
 
 
-def test_more_ranks_than_utterances_leave_some_with_nothing():
-    plans = [make_plan(corpus_of(catalog([3])), partition_nbytes=PAGE_NBYTES, rank=r, world_size=3) for r in range(3)]
+@pytest.mark.parametrize(("shuffle", "world_size"), [(True, 5), (False, 3)])
+def test_more_ranks_than_frames_or_utterances_leave_some_with_nothing(shuffle, world_size):
+    corpus = corpus_of(catalog([3]))
+    options = {"partition_nbytes": PAGE_NBYTES, "shuffle": shuffle, "world_size": world_size}
 
-    assert sorted(len(plan) for plan in plans) == [0, 0, 1]
+    plans = [make_plan(corpus, rank=rank, **options) for rank in range(world_size)]
+
+    assert sorted(len(plan) for plan in plans) == ([0, 0, 1, 1, 1] if shuffle else [0, 0, 1])
 
 
 def test_partitions_are_found_by_number_from_the_end_and_by_slice():
@@ -418,21 +484,12 @@ def test_a_million_utterances_are_planned_without_an_object_for_each():
 
 # -- draws -------------------------------------------------------------------------------------------------------
 
-keys = st.tuples(
-    SEEDS, st.integers(0, 2**32 - 1), st.sampled_from(Purpose), st.integers(0, 2**32 - 1), st.integers(0, 2**16)
-)
+keys = st.tuples(SEEDS, st.integers(0, 2**32 - 1), st.sampled_from(Purpose), st.integers(0, 2**32 - 1))
 
 
 @given(st.lists(keys, min_size=2, max_size=20, unique=True))
-@example([(2**32 + 1, 1, Purpose.UTTERANCES, 0, 0), (1, 1, Purpose.UTTERANCES, 1, 0)])
-@example(
-    [
-        (0, 0, Purpose.FRAMES, 0, 0),
-        (0, 0, Purpose.FRAMES, 1, 0),
-        (0, 0, Purpose.FRAMES, 0, 1),
-        (0, 1, Purpose.FRAMES, 0, 0),
-    ]
-)
+@example([(2**32 + 1, 1, Purpose.UTTERANCES, 0), (1, 1, Purpose.UTTERANCES, 1)])
+@example([(0, 0, Purpose.FRAMES, 0), (0, 0, Purpose.FRAMES, 1), (0, 0, Purpose.BLOCKS, 0), (0, 1, Purpose.FRAMES, 0)])
 def test_no_two_keys_draw_alike(found):
     first_draws = {tuple(generator(*key).integers(0, 2**63, 4).tolist()) for key in found}
 
@@ -445,7 +502,7 @@ def test_a_key_always_draws_the_same(key):
 
 
 def test_the_order_that_a_seed_stands_for_never_changes():
-    order = Order.of(True).share(corpus_of(catalog([1] * 10)), seed=1, epoch=2)
+    order = Order.of(True).rows(corpus_of(catalog([1] * 10)), seed=1, epoch=2)
 
     assert order.tolist() == [7, 5, 9, 4, 2, 1, 6, 8, 3, 0]
 

@@ -19,7 +19,7 @@ from asyncfeed.engine.loader import Loader
 from asyncfeed.errors import ChangedFileError, DamagedFileError, ReadError
 from asyncfeed.planning.catalog import Access
 from asyncfeed.planning.coalesce import Reads, coalesce
-from asyncfeed.planning.plan import make_plan
+from asyncfeed.planning.planner import make_plan
 from asyncfeed.storage import direct, files, hdf5, libc
 from asyncfeed.storage.direct import DirectReader
 from asyncfeed.storage.files import MAX_OPEN, Descriptors

@@ -348,6 +348,39 @@ def test_even_ranks_leave_out_or_repeat_less_than_one_step(file, even):
     assert not (everything - got if even == "pad" else got - everything)
 
 
+@pytest.mark.parametrize("shuffle", ORDERS)
+@pytest.mark.parametrize("form", ["triplets", "windows"])
+def test_every_rank_hands_out_a_part_of_one_order_of_frames(file, form, shuffle):
+    with feed_of(file, shuffle=shuffle) as feed:
+        place = {name: n for n, name in enumerate(keyed(feed, form))}
+    for world_size in (2, 3, 5):
+        with ranks(file, world_size, shuffle=shuffle) as feeds:
+            places = [[place[name] for name in keyed(feed, form)] for feed in feeds]
+
+        assert sorted(itertools.chain.from_iterable(places)) == list(range(len(place)))
+        assert all(each == sorted(each) for each in places)
+
+
+def keyed(feed: Feed, form: str) -> list[tuple]:
+    """Items by what is in them: the bytes are those of the frames that the names say."""
+    if form == "triplets":
+        return [(utt, index, frame.tobytes()) for utt, index, frame in feed]
+    return [(window.utt, window.start, window.frames.tobytes()) for window in FORMS[form](feed)]
+
+
+def test_ranks_read_no_more_than_one_rank_does(file):
+    """A partition that belongs to two ranks is read by each in part."""
+    with feed_of(file) as feed:
+        names(feed, "triplets")
+        alone = feed.statistics().nbytes
+    for world_size in (2, 5):
+        with ranks(file, world_size) as feeds:
+            for feed in feeds:
+                names(feed, "triplets")
+
+            assert sum(feed.statistics().nbytes for feed in feeds) == alone
+
+
 @pytest.mark.parametrize("form", ["utterances", "padded"])
 def test_whole_utterances_come_in_one_order_whatever_the_number_of_ranks(file, form):
     with feed_of(file) as feed:

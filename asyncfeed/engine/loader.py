@@ -109,16 +109,33 @@ def _shuffle(plan: Plan, partition: Partition, placement: Placement, anchor: Arr
     Step by step, since numpy makes wide copies of what it is given: no memory is taken but the segment's and theirs.
     """
     order, owners = placement.tables_of(anchor)
+    num_units = order.size
+    everyones = placement.order_of(anchor, partition.before + num_units + partition.after)
+    for step in _steps(everyones.size):
+        everyones[step] = np.arange(step.start, step.stop, dtype=np.int32)
+    plan.order_units(partition, everyones)
+    if everyones.size > num_units:
+        _pick(everyones, partition.before, num_units)
     owner_of = placement.spare_of(anchor)
     ends = np.cumsum(plan.cut.count(partition.lengths))
-    steps = [slice(start, start + SCRATCH_UNITS) for start in range(0, order.size, SCRATCH_UNITS)]
-    for step in steps:
-        units = np.arange(step.start, min(step.stop, order.size), dtype=np.int32)
-        order[step] = units
-        owner_of[step] = _owners(ends, step.start, step.start + units.size)
-    plan.order_units(partition, order)
-    for step in steps:
+    for step in _steps(num_units):
+        owner_of[step] = _owners(ends, step.start, step.stop)
+    for step in _steps(num_units):
         owner_of.take(order[step], out=owners[step], mode="clip")
+
+
+def _steps(size: int) -> list[slice]:
+    return [slice(start, min(start + SCRATCH_UNITS, size)) for start in range(0, size, SCRATCH_UNITS)]
+
+
+def _pick(units: Array, first: int, count: int) -> None:
+    """Bring the units from ``first`` on, ``count`` of them, to the front, in the order that they have, counted from 0."""
+    done = 0
+    for step in _steps(units.size):
+        found = units[step] - np.int32(first)
+        found = found[(found >= 0) & (found < count)]
+        units[done : done + found.size] = found
+        done += found.size
 
 
 def _owners(ends: Array, start: int, stop: int) -> Array:

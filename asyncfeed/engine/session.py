@@ -22,7 +22,9 @@ from asyncfeed.memory.segment import MAKERS, NAMED_MOUNT, pick_maker
 from asyncfeed.planning.even import even_count
 from asyncfeed.planning.orders import Order
 from asyncfeed.planning.passage import Passage, Stage, go_through, make_even
-from asyncfeed.planning.plan import Cut, Plan, make_plan, needed_nbytes
+from asyncfeed.planning.plan import Cut, Plan
+from asyncfeed.planning.planner import make_plan, make_plans, needed_nbytes
+from asyncfeed.planning.shares import are_runs, run_of
 from asyncfeed.planning.state import State
 from asyncfeed.storage.library import open_library
 from asyncfeed.storage.scan import Progress
@@ -86,42 +88,43 @@ class Session:
 
     def plan(self, cut: Cut, epoch: int, order: Order | None = None) -> Plan:
         """The plan of an epoch for a form that cuts utterances like this; in another order than the feed's, perhaps."""
-        return self._plan_of(cut, epoch, self.settings.rank, self.settings.world_size, order=order)
+        return make_plan(rank=self._rank(cut, order), **self._wanted(cut, epoch, order))
 
-    def _plan_of(
-        self, cut: Cut, epoch: int, rank: int, world_size: int, skip: int = 0, order: Order | None = None
-    ) -> Plan:
+    def _wanted(self, cut: Cut, epoch: int, order: Order | None = None) -> dict[str, Any]:
+        """What plans are made from."""
         s = self.settings
-        return make_plan(
-            self.library.corpus,
-            partition_nbytes=self.budget.partition_nbytes,
-            shuffle=order or s.order,
-            seed=s.seed,
-            epoch=epoch,
-            rank=rank,
-            world_size=world_size,
-            cut=cut,
-            segments=s.prefetch + 1,
-            skip=skip,
-            even=s.even,
-        )
+        return {
+            "corpus": self.library.corpus,
+            "partition_nbytes": self.budget.partition_nbytes,
+            "shuffle": order or s.order,
+            "seed": s.seed,
+            "epoch": epoch,
+            "world_size": s.world_size,
+            "cut": cut,
+            "segments": s.prefetch + 1,
+            "even": s.even,
+        }
+
+    def _rank(self, cut: Cut, order: Order | None = None) -> int:
+        """This rank, among those that divide a plan between them."""
+        return self.settings.place if are_runs(order or self.settings.order, cut) else self.settings.rank
 
     def _passage(self, form: Form[Any], epoch: int, stages: Sequence[Stage], items: int) -> Passage:
         """What is gone through on this rank, after the stages that are over, and so many items of this one."""
-        s = self.settings
+        s, rank, wanted = self.settings, self._rank(form.cut), self._wanted(form.cut, epoch)
         if form.cut.whole:
-            skip = sum(stage.world_size * stage.units for stage in stages)
-            return form.after(Passage.of(self._plan_of(form.cut, epoch, s.rank, s.world_size, skip)), items)
-        if s.even is None and not stages:
-            return form.after(Passage.of(self.plan(form.cut, epoch)), items)
-        first = stages[0].world_size if stages else s.world_size
-        passages = [Passage.of(self._plan_of(form.cut, epoch, rank, first)) for rank in range(first)]
+            wanted["skip"] = sum(stage.world_size * stage.units for stage in stages)
+        if form.cut.whole or (s.even is None and not stages):
+            return form.after(Passage.of(make_plan(rank=rank, **wanted)), items)
+        if stages:
+            wanted["world_size"] = stages[0].world_size
+        passages = [Passage.of(plan) for plan in make_plans(**wanted)]
         if s.even is not None:
             passages = make_even(passages, s.even)
         if stages:
             passages = go_through(passages, stages, s.world_size)
             passages = passages if s.even is None else make_even(passages, s.even)
-        return form.after(passages[s.rank], items)
+        return form.after(passages[rank], items)
 
     def count(self, form: Form[Any], epoch: int, resume: State | None) -> int:
         """Items that an epoch, or what is left of it, gives on this rank."""
@@ -130,10 +133,17 @@ class Session:
             return form.items(self._passage(form, epoch, *resume.on(s.world_size)).num_units)
         if cut.whole:
             return int(self.plan(cut, epoch).num_units.sum())
-        rank, world_size = (s.rank, s.world_size) if s.even is None else (0, 1)
-        utts = s.order.share(corpus, seed=s.seed, epoch=epoch, rank=rank, world_size=world_size)
-        units = int(cut.count(corpus.lengths[utts]).sum())
-        return form.items(units if s.even is None else even_count(units, s.even, s.world_size))
+        runs = are_runs(s.order, cut)
+        rows = s.order.rows(corpus, seed=s.seed, epoch=epoch)
+        if not runs and s.even is None:
+            rows = rows[s.rank :: s.world_size]
+        units = int(cut.count(corpus.lengths[rows]).sum())
+        if s.even is not None:
+            units = even_count(units, s.even, s.world_size)
+        elif runs:
+            start, stop = run_of(units, s.place, s.world_size)
+            units = stop - start
+        return form.items(units)
 
     # -- positions -----------------------------------------------------------------------------------------------
 

@@ -36,6 +36,8 @@ class Settings:
     index: Literal["auto", "off"]
     own_ranks: bool
     """Whether the caller said which rank this is; if not, the environment did."""
+    workers: int = 1
+    """Into how many parts each rank is divided; they count as ranks."""
 
     @classmethod
     def checked(
@@ -96,8 +98,8 @@ class Settings:
     def part(self, index: int, count: int, ranks: tuple[int, int] | None) -> Settings:
         """Those of one of ``count`` workers of this rank, or of the rank that ``ranks`` says if the caller did not.
 
-        Worker ``index`` counts after all ranks of the workers before it, so that the shares of a rank's workers together
-        are the share of the rank.
+        Worker ``index`` counts after all ranks of the workers before it: so its turns are among those of the rank, which
+        the workers' shares make up together. Where shares are runs, see `place`.
         """
         if not 0 <= index < count:
             raise ArgumentError(f"part {index} of {count} is none; parts count from 0")
@@ -106,7 +108,14 @@ class Settings:
         if count > 1:
             size, feeds = (wanted.size, wanted.feeds) if isinstance(wanted, MemoryBudget) else (wanted, 1)
             wanted = MemoryBudget(size, feeds=feeds * count)
-        return replace(self, rank=index * world_size + rank, world_size=count * world_size, memory_budget=wanted)
+        rank, world_size = index * world_size + rank, count * world_size
+        return replace(self, rank=rank, world_size=world_size, workers=count * self.workers, memory_budget=wanted)
+
+    @property
+    def place(self) -> int:
+        """Which run of the plan is this rank's, where ranks have runs: those of a rank's workers lie side by side."""
+        worker, rank = divmod(self.rank, self.world_size // self.workers)
+        return rank * self.workers + worker
 
 
 def _block_nbytes(size: int | str) -> int:

@@ -26,11 +26,10 @@ class Purpose(enum.IntEnum):
     """The order of batches of whole utterances."""
 
 
-def generator(seed: int, epoch: int, purpose: Purpose, partition: int = 0, rank: int = 0) -> np.random.Generator:
-    """A random stream that depends on its five arguments alone.
+def generator(seed: int, epoch: int, purpose: Purpose, partition: int = 0) -> np.random.Generator:
+    """A random stream that depends on its four arguments alone.
 
     Philox-4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), keyed through numpy's
     SeedSequence, so that neighbouring keys give unrelated streams on every platform.
     """
-    key = (seed, epoch, int(purpose), partition, *([rank] if rank else []))
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch, int(purpose), partition))))

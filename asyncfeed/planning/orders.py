@@ -29,7 +29,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order of utterances, for every seed, epoch and rank."""
+    """An order of utterances, for every seed and epoch."""
 
     kind: Kind
     block_nbytes: int = BLOCK_NBYTES
@@ -80,29 +80,22 @@ class Order:
             return [self.kind, len(self.ids), hashlib.blake2b(text, digest_size=8).hexdigest()]
         return [self.kind, self.block_nbytes] if self.kind in ("block", "interleave") else self.kind
 
-    def share(self, corpus: Corpus, *, seed: int, epoch: int, rank: int = 0, world_size: int = 1) -> Integers:
-        """The utterances of an epoch on one rank, in order, as rows of the corpus.
-
-        Every ``world_size``-th utterance of the order that all ranks agree on; where that is made of blocks, every
-        ``world_size``-th block.
-        """
-        if self.kind in ("block", "interleave"):
-            return self._blocks(corpus, generator(seed, epoch, Purpose.BLOCKS), rank, world_size)
-        return self._order(corpus, seed, epoch)[rank::world_size]
-
-    def _order(self, corpus: Corpus, seed: int, epoch: int) -> Integers:
+    def rows(self, corpus: Corpus, *, seed: int, epoch: int) -> Integers:
+        """The utterances of an epoch, in the order that all ranks agree on, as rows of the corpus."""
         rows = np.arange(len(corpus), dtype=np.int64)
+        if self.kind in ("block", "interleave"):
+            return self._blocks(corpus, generator(seed, epoch, Purpose.BLOCKS))
         if self.kind == "utterance":
             generator(seed, epoch, Purpose.UTTERANCES).shuffle(rows)
         elif self.kind == "own":
-            return self._rows(corpus)
+            return self._named(corpus)
         elif self.kind == "weighted":
             weights = np.array(self.weights)
             draws = generator(seed, epoch, Purpose.WEIGHTS)
-            return self._rows(corpus)[draws.choice(weights.size, rows.size, p=weights / weights.sum())]
+            return self._named(corpus)[draws.choice(weights.size, rows.size, p=weights / weights.sum())]
         return rows
 
-    def _rows(self, corpus: Corpus) -> Integers:
+    def _named(self, corpus: Corpus) -> Integers:
         """Raises `ArgumentError` if there is no utterance of an id."""
         wanted = set(self.ids)
         row_of = {utt: row for row, utt in enumerate(corpus.ids) if utt in wanted}
@@ -113,17 +106,17 @@ class Order:
             )
         return np.array([row_of[utt] for utt in self.ids], np.int64)
 
-    def _blocks(self, corpus: Corpus, draws: np.random.Generator, rank: int, world_size: int) -> Integers:
+    def _blocks(self, corpus: Corpus, draws: np.random.Generator) -> Integers:
         """Neighbours in the file stay together, in blocks of about ``block_nbytes``; the blocks come in random order."""
         stored = in_storage_order(corpus)
         nbytes = corpus.nbytes[stored]
         block = (np.cumsum(nbytes) - nbytes) // self.block_nbytes
         edges = np.flatnonzero(np.diff(block, prepend=-1, append=-1))
         starts, sizes = edges[:-1], np.diff(edges)
-        mine: Integers = draws.permutation(starts.size)[rank::world_size]
-        ends = np.cumsum(sizes[mine])
-        within = np.arange(int(ends[-1]) if ends.size else 0) - np.repeat(ends - sizes[mine], sizes[mine])
-        rows: Integers = stored[np.repeat(starts[mine], sizes[mine]) + within]
+        order = draws.permutation(starts.size)
+        ends = np.cumsum(sizes[order])
+        within = np.arange(int(ends[-1]) if ends.size else 0) - np.repeat(ends - sizes[order], sizes[order])
+        rows: Integers = stored[np.repeat(starts[order], sizes[order]) + within]
         return rows
 
 

@@ -116,19 +116,17 @@ def go_through(passages: Sequence[Passage], stages: Sequence[Stage], world_size:
 
 
 def make_even(passages: Sequence[Passage], even: Even) -> list[Passage]:
-    """As many units on every rank: what there is, divided, and of what does not come out even the last units are left out
-    (``"drop"``), or some of the first are repeated (``"pad"``)."""
-    world_size = len(passages)
-    whole = Passage.concatenate(passages)
-    each = even_count(whole.num_units, even, world_size)
-    missing = each * world_size - whole.num_units
-    if whole.num_units and missing > 0:
-        whole = Passage.concatenate([whole, *_repeated(whole, missing)])
-    return [whole.between(rank * each, (rank + 1) * each) for rank in range(world_size)]
-
-
-def _repeated(whole: Passage, missing: int) -> Iterator[Passage]:
-    """The first ``missing`` units, all of them several times if they are fewer."""
-    while missing > 0:
-        yield (part := whole.between(0, missing))
-        missing -= part.num_units
+    """As many units on every rank: of what does not come out even the last units are left out (``"drop"``), or ranks that
+    have one less repeat one of the first of all (``"pad"``). Passages that differ by more than one unit are divided anew."""
+    found, counts = list(passages), [passage.num_units for passage in passages]
+    if max(counts) > min(counts) + 1:
+        found = divide(found, len(found))
+    each = even_count(sum(counts), even, len(found))
+    if even == "drop" or not each:
+        return [passage.between(0, each) for passage in found]
+    first = Passage.concatenate(found).between(0, len(found))
+    short = [rank for rank, passage in enumerate(found) if passage.num_units < each]
+    for nth, rank in enumerate(short):
+        repeated = nth % first.num_units
+        found[rank] = Passage.concatenate([found[rank], first.between(repeated, repeated + 1)])
+    return found

@@ -45,6 +45,10 @@ class Placement:
         tables = memory[self.tables : self.nbytes].view(np.int32)
         return tables[: self.num_units], tables[self.num_units : 2 * self.num_units]
 
+    def order_of(self, memory: NDArray[np.uint8], num_units: int) -> NDArray[np.int32]:
+        """A view of the order of the partition on all ranks, of which this one has a part: where the tables are."""
+        return memory[self.tables :].view(np.int32)[:num_units]
+
     def spare_of(self, memory: NDArray[np.uint8]) -> NDArray[np.int32]:
         """A view of as much room again as one of the tables has, for making them."""
         return memory[self.tables : self.nbytes].view(np.int32)[2 * self.num_units :]

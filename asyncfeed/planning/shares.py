@@ -1,0 +1,67 @@
+"""What each rank has of the plan that all agree on.
+
+Where units are shuffled within partitions, the utterances come in random order anyway, and each rank has a run of the plan:
+the runs differ by one unit at most, nothing is loaded twice, and what is shuffled together is the same whatever the number
+of ranks. Where a partition lies in two runs, each rank goes through its own units in the order that the partition has as a
+whole. Everywhere else, ranks take turns, which keeps an order that means something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from asyncfeed.planning.orders import Order
+from asyncfeed.planning.plan import Cut, Plan
+
+__all__ = ["are_runs", "run_of", "share_of"]
+
+
+def are_runs(order: Order, cut: Cut) -> bool:
+    """Whether ranks have runs of a plan; if not, they take turns."""
+    return order.shuffles and not cut.whole
+
+
+def run_of(num_units: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Which units are in the run of a rank: the first, and one past the last.
+
+    The runs of the ranks ``n * k`` to ``n * k + k - 1`` of ``world_size * k`` are together the run of rank ``n``.
+    """
+    return num_units * rank // world_size, num_units * (rank + 1) // world_size
+
+
+def share_of(plan: Plan, rank: int, world_size: int) -> Plan:
+    """The run of one rank of a plan that was made for all. Copies what it takes of it."""
+    if world_size == 1:
+        return plan
+    counts = plan.cut.count(plan.stops - plan.starts)
+    ends = np.cumsum(counts)
+    begins = ends - counts
+    start, stop = run_of(int(counts.sum()), rank, world_size)
+    # Slices without any unit go with the unit that follows them, or else to the last rank.
+    first = int(np.searchsorted(begins, start))
+    first -= bool(first) and bool(ends[first - 1] > start)
+    last = ends.size if rank == world_size - 1 else int(np.searchsorted(begins, stop)) if start < stop else first
+    own = replace(plan, rank=rank, world_size=world_size)
+    if first == last:
+        none = np.zeros(0, np.int64)
+        return replace(own, utts=none, starts=none, stops=none, sizes=none, edges=np.zeros(1, np.int64))
+    starts, stops = plan.starts[first:last].copy(), plan.stops[first:last].copy()
+    starts[0] += max(start - int(begins[first]), 0) * plan.cut.hop
+    if ends[last - 1] > stop:
+        begin_of_last = int(plan.starts[last - 1]) + (stop - 1 - int(begins[last - 1])) * plan.cut.hop
+        stops[-1] = min(begin_of_last + plan.cut.length, stops[-1])
+    low = int(np.searchsorted(plan.edges, first, side="right")) - 1
+    high = int(np.searchsorted(plan.edges, last))
+    return replace(
+        own,
+        utts=plan.utts[first:last].copy(),
+        starts=starts,
+        stops=stops,
+        edges=np.clip(plan.edges[low : high + 1], first, last) - first,
+        sizes=plan.sizes[low:high].copy(),
+        first=low,
+        before=start - int(begins[plan.edges[low]]),
+        after=int(ends[plan.edges[high] - 1]) - stop,
+    )
