@@ -336,11 +336,12 @@ def test_even_ranks_get_as_much_as_their_length_says(file, form, world_size, eve
         assert each[0][0] * world_size >= whole - world_size
 
 
+@pytest.mark.parametrize("shuffle", ORDERS)
 @pytest.mark.parametrize("even", ["drop", "pad"])
-def test_even_ranks_leave_out_or_repeat_less_than_one_step(file, even):
-    with feed_of(file) as feed:
+def test_even_ranks_leave_out_or_repeat_less_than_one_step(file, even, shuffle):
+    with feed_of(file, shuffle=shuffle) as feed:
         everything = Counter(names(feed, "triplets"))
-    with ranks(file, 3, even=even) as feeds:
+    with ranks(file, 3, even=even, shuffle=shuffle) as feeds:
         got = Counter(itertools.chain.from_iterable(names(feed, "triplets") for feed in feeds))
 
     difference = got - everything if even == "pad" else everything - got
@@ -379,6 +380,18 @@ def test_ranks_read_no_more_than_one_rank_does(file):
                 names(feed, "triplets")
 
             assert sum(feed.statistics().nbytes for feed in feeds) == alone
+
+
+def test_ranks_that_have_more_pass_only_their_last_frames_on(file):
+    """So an order that means something stays as it is, as long as there is some of it on every rank."""
+    with ranks(file, 3, shuffle=False) as feeds:
+        uneven = [names(feed, "triplets") for feed in feeds]
+    with ranks(file, 3, shuffle=False, even="drop") as feeds:
+        for feed, before in zip(feeds, uneven, strict=True):
+            after = names(feed, "triplets")
+            kept = min(len(before), len(after))
+
+            assert after[:kept] == before[:kept]
 
 
 @pytest.mark.parametrize("form", ["utterances", "padded"])

@@ -117,11 +117,9 @@ def go_through(passages: Sequence[Passage], stages: Sequence[Stage], world_size:
 
 def make_even(passages: Sequence[Passage], even: Even) -> list[Passage]:
     """As many units on every rank: of what does not come out even the last units are left out (``"drop"``), or ranks that
-    have one less repeat one of the first of all (``"pad"``). Passages that differ by more than one unit are divided anew."""
-    found, counts = list(passages), [passage.num_units for passage in passages]
-    if max(counts) > min(counts) + 1:
-        found = divide(found, len(found))
-    each = even_count(sum(counts), even, len(found))
+    have one less repeat one of the first of all (``"pad"``)."""
+    found = _level(passages)
+    each = even_count(sum(passage.num_units for passage in found), even, len(found))
     if even == "drop" or not each:
         return [passage.between(0, each) for passage in found]
     first = Passage.concatenate(found).between(0, len(found))
@@ -129,4 +127,23 @@ def make_even(passages: Sequence[Passage], even: Even) -> list[Passage]:
     for nth, rank in enumerate(short):
         repeated = nth % first.num_units
         found[rank] = Passage.concatenate([found[rank], first.between(repeated, repeated + 1)])
+    return found
+
+
+def _level(passages: Sequence[Passage]) -> list[Passage]:
+    """Move units from the ends of those that have more to the ends of those that have fewer, until all have as many, or one
+    more."""
+    counts = [passage.num_units for passage in passages]
+    least, more = divmod(sum(counts), len(counts))
+    wanted = [least] * len(counts)
+    for rank in sorted(range(len(counts)), key=counts.__getitem__)[len(counts) - more :]:
+        wanted[rank] += 1
+    spare = Passage.concatenate(
+        [passage.between(n, passage.num_units) for passage, n in zip(passages, wanted, strict=True)]
+    )
+    given, found = 0, []
+    for passage, n in zip(passages, wanted, strict=True):
+        own, missing = passage.between(0, n), max(n - passage.num_units, 0)
+        found.append(Passage.concatenate([own, spare.between(given, given + missing)]) if missing else own)
+        given += missing
     return found
