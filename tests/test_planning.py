@@ -21,7 +21,8 @@ from asyncfeed.planning.draws import Purpose, generator
 from asyncfeed.planning.orders import Order
 from asyncfeed.planning.placement import place
 from asyncfeed.planning.plan import ALIGNMENT, Cut, Plan
-from asyncfeed.planning.planner import make_plan, make_plans, needed_nbytes
+from asyncfeed.planning.planner import make_plan, needed_nbytes
+from asyncfeed.planning.shares import share_of
 from asyncfeed.planning.strings import Strings
 from asyncfeed.units import PAGE_NBYTES
 
@@ -275,28 +276,14 @@ def test_every_rank_goes_through_a_part_of_one_order(corpus, cut, pages, shuffle
 def test_the_runs_of_parts_of_a_rank_are_the_run_of_the_rank(corpus, cut, pages, seed, world_size, parts):
     assume(not cut.whole)
     options = {"partition_nbytes": pages * PAGE_NBYTES, "seed": seed, "cut": cut}
-    plan_or_skip(corpus, **options)
+    whole = plan_or_skip(corpus, **options)
 
-    ranks = make_plans(corpus, world_size=world_size, shuffle=Order.of(True), **options)
-    divided = make_plans(corpus, world_size=world_size * parts, shuffle=Order.of(True), **options)
+    ranks = [share_of(whole, rank, world_size) for rank in range(world_size)]
+    divided = [share_of(whole, rank, world_size * parts) for rank in range(world_size * parts)]
 
     for rank, plan in enumerate(ranks):
         own = [unit for part in divided[rank * parts : (rank + 1) * parts] for unit in in_order(part)]
         assert sorted(own) == sorted(in_order(plan))
-
-
-@settings(max_examples=50)
-@given(corpora(), cuts(), PAGES, st.booleans(), st.integers(1, 6))
-def test_the_plans_of_all_ranks_are_those_of_each(corpus, cut, pages, shuffle, world_size):
-    options = {
-        "partition_nbytes": pages * PAGE_NBYTES,
-        "cut": cut,
-        "shuffle": Order.of(shuffle),
-        "world_size": world_size,
-    }
-    plans = [plan_or_skip(corpus, rank=rank, **options) for rank in range(world_size)]
-
-    assert make_plans(corpus, **options) == plans
 
 
 @settings(max_examples=70)

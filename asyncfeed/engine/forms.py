@@ -89,6 +89,9 @@ class Form(ABC, Generic[Item]):
     """One way to iterate over a feed. Holds the state of one epoch: how much of it has been handed out, and what more there
     is."""
 
+    divisible = True
+    """Whether its items are so small that all ranks can have as many."""
+
     def __init__(self, *, shuffle: bool) -> None:
         self.shuffle = shuffle
         self.finished = False
@@ -266,6 +269,8 @@ class Utterances(Form[tuple[str, Rows]]):
 class Partitions(Form[LoadedPartition]):
     """Whole partitions, as they are."""
 
+    divisible = False
+
     @property
     def cut(self) -> Cut:
         return Cut()
@@ -280,7 +285,7 @@ class Partitions(Form[LoadedPartition]):
         raise TypeError("how many partitions there are is in feed.plan")
 
     def after(self, passage: Passage, items: int) -> Passage:
-        return passage.pieces(items)
+        return passage.at(slice(items, None))
 
     def blocks(self, partition: LoadedPartition, pace: Pace) -> Iterator[Block[LoadedPartition]]:
         left = iter([partition])

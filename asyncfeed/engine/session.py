@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import tqdm
+from numpy.typing import NDArray
 
 from asyncfeed.engine.forms import TABLES_NBYTES, Form
 from asyncfeed.engine.prefetch import Prefetch
@@ -21,16 +23,19 @@ from asyncfeed.memory.pool import SegmentPool
 from asyncfeed.memory.segment import MAKERS, NAMED_MOUNT, pick_maker
 from asyncfeed.planning.even import even_count
 from asyncfeed.planning.orders import Order
-from asyncfeed.planning.passage import Passage, Stage, go_through, make_even
+from asyncfeed.planning.passage import Passage, Pieces, Stage, Turns, deal, divide, go_through, make_even
 from asyncfeed.planning.plan import Cut, Plan
-from asyncfeed.planning.planner import make_plan, make_plans, needed_nbytes
-from asyncfeed.planning.shares import are_runs, run_of
+from asyncfeed.planning.planner import make_plan, needed_nbytes
+from asyncfeed.planning.shares import are_runs, run_of, share_of
 from asyncfeed.planning.state import State
 from asyncfeed.storage.library import open_library
 from asyncfeed.storage.scan import Progress
 from asyncfeed.units import PAGE_NBYTES, format_nbytes
 
 __all__ = ["Session"]
+
+Integers = NDArray[np.int64]
+Some = TypeVar("Some", bound=Pieces)
 
 SECONDS_BEFORE_BAR = 2.0
 """A scan that takes longer shows a progress bar, where the error output is a terminal."""
@@ -111,20 +116,37 @@ class Session:
 
     def _passage(self, form: Form[Any], epoch: int, stages: Sequence[Stage], items: int) -> Passage:
         """What is gone through on this rank, after the stages that are over, and so many items of this one."""
-        s, rank, wanted = self.settings, self._rank(form.cut), self._wanted(form.cut, epoch)
+        s, wanted = self.settings, self._wanted(form.cut, epoch)
+        rank, first = self._rank(form.cut), stages[0].world_size if stages else s.world_size
         if form.cut.whole:
             wanted["skip"] = sum(stage.world_size * stage.units for stage in stages)
-        if form.cut.whole or (s.even is None and not stages):
-            return form.after(Passage.of(make_plan(rank=rank, **wanted)), items)
-        if stages:
-            wanted["world_size"] = stages[0].world_size
-        passages = [Passage.of(plan) for plan in make_plans(**wanted)]
-        if s.even is not None:
-            passages = make_even(passages, s.even)
-        if stages:
-            passages = go_through(passages, stages, s.world_size)
-            passages = passages if s.even is None else make_even(passages, s.even)
-        return form.after(passages[rank], items)
+        elif not stages and (s.even is None or not form.divisible):
+            pass
+        elif are_runs(s.order, form.cut):
+            whole = make_plan(**{**wanted, "world_size": 1})
+            runs = [Passage.of(share_of(whole, n, first)) for n in range(first)]
+            return form.after(self._after(stages, runs, divide)[rank], items)
+        else:
+            units = form.cut.count(self.library.corpus.lengths[self._rows(epoch)])
+            wanted["turns"] = self._after(stages, deal([Turns.of(units)], first), deal)[rank]
+        return form.after(Passage.of(make_plan(rank=rank, **wanted)), items)
+
+    def _after(
+        self, stages: Sequence[Stage], pieces: list[Some], divide: Callable[[Sequence[Some], int], list[Some]]
+    ) -> list[Some]:
+        """What each rank has after the stages that are over, of what each of the first had."""
+        even = self.settings.even
+        if even is None:
+            return go_through(pieces, stages, self.settings.world_size, divide)
+
+        def divide_evenly(left: Sequence[Some], world_size: int) -> list[Some]:
+            return make_even(divide(left, world_size), even)
+
+        return go_through(make_even(pieces, even), stages, self.settings.world_size, divide_evenly)
+
+    def _rows(self, epoch: int) -> Integers:
+        """The utterances of an epoch in the order that all ranks agree on."""
+        return self.settings.order.rows(self.library.corpus, seed=self.settings.seed, epoch=epoch)
 
     def count(self, form: Form[Any], epoch: int, resume: State | None) -> int:
         """Items that an epoch, or what is left of it, gives on this rank."""
@@ -134,7 +156,7 @@ class Session:
         if cut.whole:
             return int(self.plan(cut, epoch).num_units.sum())
         runs = are_runs(s.order, cut)
-        rows = s.order.rows(corpus, seed=s.seed, epoch=epoch)
+        rows = self._rows(epoch)
         if not runs and s.even is None:
             rows = rows[s.rank :: s.world_size]
         units = int(cut.count(corpus.lengths[rows]).sum())

@@ -61,6 +61,11 @@ class Cut:
         beyond = np.maximum(lengths - self.length, 0)
         return np.where(lengths >= self.length, beyond // self.hop + 1, 0)
 
+    def end(self, stop: Integers, lengths: Integers) -> Integers:
+        """One past the last frame of the units before ``stop``, in utterances of these lengths."""
+        ends: Integers = np.minimum(np.maximum(stop - 1, 0) * self.hop + self.length, lengths)
+        return ends
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +14,12 @@ from asyncfeed.planning.draws import Purpose, generator
 from asyncfeed.planning.even import Even, even_count
 from asyncfeed.planning.grouping import Grouping
 from asyncfeed.planning.orders import Order
+from asyncfeed.planning.passage import Turns
 from asyncfeed.planning.plan import ALIGNMENT, Cut, Plan
 from asyncfeed.planning.shares import are_runs, share_of
 from asyncfeed.units import MIB, PAGE_NBYTES, format_nbytes
 
-__all__ = ["make_plan", "make_plans", "needed_nbytes"]
+__all__ = ["make_plan", "needed_nbytes"]
 
 FIRST_PARTITION_NBYTES = 16 * MIB
 """The first partition is this small and every next one twice as large, so that the first frame comes early."""
@@ -42,14 +42,18 @@ def make_plan(
     segments: int = 2,
     skip: int = 0,
     even: Even | None = None,
+    turns: Turns | None = None,
 ) -> Plan:
     """Plan one epoch: order the utterances, take this rank's share, pack them greedily into partitions.
 
-    Where ranks take turns (see `are_runs`), every ``world_size``-th utterance, or batch of them, is this rank's: of whole
-    ones, after the first ``skip`` of all ranks together, and as many on each if they are to be ``even``.
-
     Time and memory are linear in the number of utterances of the corpus, without a Python object per utterance.
-    ``segments`` is how many partitions the budget is divided into; only an error message needs it.
+
+    Args:
+        segments: how many partitions the budget is divided into; only an error message needs it.
+        skip: whole utterances, or batches of them, that all ranks together have behind them.
+        even: as many of these on every rank.
+        turns: what this rank has of frames or windows for which ranks take turns, if it is not every ``world_size``-th
+            utterance.
 
     Raises:
         BudgetError: an utterance (or a single unit of it, where it may be cut) is larger than a partition.
@@ -57,19 +61,17 @@ def make_plan(
     """
     order = shuffle if isinstance(shuffle, Order) else Order.of(shuffle)
     runs = are_runs(order, cut)
-    turn, turns = (0, 1) if runs else (rank, world_size)
+    own = (0, 1) if runs else (rank, world_size)
     groups = None
     if cut.whole:
-        utts, groups = _whole_share(
-            corpus, order, cut.grouping, seed, epoch, (turn, turns), skip, even, partition_nbytes
-        )
+        utts, groups = _whole_share(corpus, order, cut.grouping, seed, epoch, own, skip, even, partition_nbytes)
+        stops = corpus.catalogs[0].length[utts]
+        starts = np.zeros_like(stops)
     else:
-        utts = order.rows(corpus, seed=seed, epoch=epoch)[turn::turns]
+        utts, starts, stops = _slices(corpus, order.rows(corpus, seed=seed, epoch=epoch), cut, own, turns)
     room = partition_nbytes - ALIGNMENT * (len(corpus.fields) + 1)
-    lengths = (corpus.catalogs[0].length if cut.whole else corpus.lengths)[utts]
-    units = np.zeros_like(lengths) if cut.whole else cut.count(lengths)
+    units = np.zeros_like(stops) if cut.whole else cut.count(stops - starts)
     charge = _charge(corpus)[utts] + units * cut.unit_nbytes
-    starts, stops = np.zeros_like(lengths), lengths
     large = np.flatnonzero(charge > room)
     if groups is not None:
         charge = np.diff(np.concatenate(([0], np.cumsum(charge)))[groups])
@@ -83,24 +85,25 @@ def make_plan(
             raise _too_large(
                 corpus, int(utts[large[worst]]), int(need[worst]) + overhead, partition_nbytes, segments, of
             )
-        pieces = _cut(corpus, utts, lengths, units, charge, large, room, cut)
+        pieces = _cut(corpus, _Pieces(utts, starts, stops, charge), units, large, room, cut)
         utts, starts, stops, charge = (pieces.utts, pieces.starts, pieces.stops, pieces.charge)
     edges, sizes = _pack(charge, room, partition_nbytes)
     if groups is not None:
         edges = groups[edges]
-    plan = Plan(
-        utts, starts, stops, edges, sizes, partition_nbytes, order, seed, epoch, turn, turns, cut, corpus, groups
-    )
+    plan = Plan(utts, starts, stops, edges, sizes, partition_nbytes, order, seed, epoch, *own, cut, corpus, groups)
     return share_of(plan, rank, world_size) if runs else plan
 
 
-def make_plans(corpus: Corpus, *, world_size: int, shuffle: Order, cut: Cut, **options: Any) -> list[Plan]:
-    """The plans of all ranks, made like one by `make_plan`."""
-    if not are_runs(shuffle, cut):
-        each = {"world_size": world_size, "shuffle": shuffle, "cut": cut, **options}
-        return [make_plan(corpus, rank=rank, **each) for rank in range(world_size)]
-    whole = make_plan(corpus, shuffle=shuffle, cut=cut, **options)
-    return [share_of(whole, rank, world_size) for rank in range(world_size)]
+def _slices(
+    corpus: Corpus, rows: Integers, cut: Cut, own: tuple[int, int], turns: Turns | None
+) -> tuple[Integers, Integers, Integers]:
+    """Utterances, of which frames or windows are taken, with the first and last frame of each."""
+    rank, world_size = own
+    utts = rows[rank::world_size] if turns is None else rows[turns.place]
+    lengths = corpus.lengths[utts]
+    if turns is None:
+        return utts, np.zeros_like(lengths), lengths
+    return utts, turns.first * cut.hop, cut.end(turns.stop, lengths)
 
 
 def _whole_share(
@@ -191,20 +194,12 @@ def _least(corpus: Corpus, utts: Integers, units: Integers, charge: Integers, la
     return np.where(units[large] > 0, np.minimum(one_unit, charge[large]), 0)
 
 
-def _cut(
-    corpus: Corpus,
-    utts: Integers,
-    lengths: Integers,
-    units: Integers,
-    charge: Integers,
-    large: Integers,
-    room: int,
-    cut: Cut,
-) -> _Pieces:
-    """Cut the ``large`` utterances into pieces of as many units as fit; the others stay one piece.
+def _cut(corpus: Corpus, pieces: _Pieces, units: Integers, large: Integers, room: int, cut: Cut) -> _Pieces:
+    """Cut the ``large`` pieces into smaller ones of as many units as fit; the others stay as they are.
 
     Of the large ones, frames that are in no unit are not loaded.
     """
+    utts, lengths, charge = pieces.utts, pieces.stops - pieces.starts, pieces.charge
     frame_nbytes, slack = corpus.frame_nbytes[utts], _slack(corpus)
     fixed = (cut.length - cut.hop) * frame_nbytes[large] + slack  # a piece of m units takes m * per_unit + fixed
     per_unit = cut.hop * frame_nbytes[large] + cut.unit_nbytes
@@ -221,7 +216,8 @@ def _cut(
     stops[whole] = lengths[rows[whole]]
     costs = (stops - starts) * frame_nbytes[rows] + loaded * cut.unit_nbytes + slack
     costs[whole] = charge[rows[whole]]
-    return _Pieces(utts[rows], starts, stops, costs)
+    before = pieces.starts[rows]
+    return _Pieces(utts[rows], before + starts, before + stops, costs)
 
 
 def _slack(corpus: Corpus) -> int:

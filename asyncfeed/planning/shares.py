@@ -50,8 +50,8 @@ def share_of(plan: Plan, rank: int, world_size: int) -> Plan:
     starts, stops = plan.starts[first:last].copy(), plan.stops[first:last].copy()
     starts[0] += max(start - int(begins[first]), 0) * plan.cut.hop
     if ends[last - 1] > stop:
-        begin_of_last = int(plan.starts[last - 1]) + (stop - 1 - int(begins[last - 1])) * plan.cut.hop
-        stops[-1] = min(begin_of_last + plan.cut.length, stops[-1])
+        begun = plan.starts[last - 1]
+        stops[-1] = begun + plan.cut.end(stop - begins[last - 1], stops[-1] - begun)
     low = int(np.searchsorted(plan.edges, first, side="right")) - 1
     high = int(np.searchsorted(plan.edges, last))
     return replace(
