@@ -771,6 +771,19 @@ def test_shards_of_one_array_each_have_an_index_each(ask, put, scans, tmp_path):
     assert scans == []
 
 
+@pytest.mark.parametrize("name", ["*", "{utt}"])
+def test_an_index_is_none_of_the_files_that_a_glob_matches(ask, path, tmp_path, name):
+    everything = f"{tmp_path}/{name}"
+    key = "utt00000" if name == "{utt}" else "{utt}"
+    before = list(whole(asyncfeed.Source(everything, key)))
+
+    code, _, _ = ask("index", everything, "--key", key)
+
+    assert code == 0
+    assert beside(path).exists()
+    assert list(whole(asyncfeed.Source(everything, key))) == before
+
+
 @pytest.mark.parametrize("command", SAID)
 @pytest.mark.parametrize("named", ["{utt}.h5", "*.h5"])
 def test_every_command_takes_one_file_per_utterance(ask, dump, command, named):
