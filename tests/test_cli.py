@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 import asyncfeed
 from asyncfeed.cli.app import run
-from asyncfeed.cli.bench import HDF5Loops, bench
+from asyncfeed.cli.bench import HDF5Loops, bench, by_hand
 from asyncfeed.cli.contents import WHY, inspect
 from asyncfeed.cli.demo import demonstrate
 from asyncfeed.cli.epoch import stream, take
@@ -26,7 +27,9 @@ from asyncfeed.cli.outline import outline
 from asyncfeed.cli.sidecar import write_indexes
 from asyncfeed.cli.tables import visible
 from asyncfeed.planning.catalog import Access
+from asyncfeed.storage import library
 from asyncfeed.storage.index import beside, in_cache, load_index
+from asyncfeed.storage.source import containers_of
 
 SCRIPT = Path(sys.executable).with_name("asyncfeed")
 
@@ -512,10 +515,11 @@ def test_take_counts_and_keeps_nothing():
 def test_what_bench_compares_with_gives_the_same_frames(make, shuffle, mixed):
     arrays = features(12) | ({"zz": np.ones((4, 3), "f8")} if mixed else {})
     path = make({f"data/{utt}/mel": array for utt, array in arrays.items()})
-    feed = asyncfeed.Feed(asyncfeed.Source(path, "data/{utt}/mel"), memory_budget="8k", shuffle=shuffle)
+    source = asyncfeed.Source(path, "data/{utt}/mel")
+    feed = asyncfeed.Feed(source, memory_budget="8k", shuffle=shuffle)
 
-    with feed, h5py.File(path) as file:
-        loops = HDF5Loops(file, "data/{utt}/mel", feed)
+    with feed, by_hand(containers_of(source)) as read:
+        loops = HDF5Loops(read, feed)
         whole = dict(loops.utterances())
         triplets = [(utt, index, frame.tolist()) for utt, index, frame in loops.triplets()]
         ours = [(utt, index, frame.tolist()) for utt, index, frame in feed]
@@ -527,8 +531,8 @@ def test_what_bench_compares_with_gives_the_same_frames(make, shuffle, mixed):
 
 
 def test_the_batches_that_bench_compares_with_hold_every_frame_once(path, corpus):
-    with asyncfeed.Feed(path, memory_budget="16k") as feed, h5py.File(path) as file:
-        batches = list(HDF5Loops(file, "{utt}", feed).batches())
+    with asyncfeed.Feed(path, memory_budget="16k") as feed, by_hand(containers_of(path)) as read:
+        batches = list(HDF5Loops(read, feed).batches())
 
     frames = [
         (utt, index, row)
@@ -595,6 +599,299 @@ def test_bench_wants_one_file_with_something_in_it(ask, make, tmp_path):
         code, _, err = ask("bench", tmp_path / name)
         assert code == 1
         assert said in err
+
+
+# -- one big array, and one file per utterance -------------------------------------------------------------------------
+
+LENGTHS = [300, 0, 7, 1, 15, 2]
+EDGES = np.append(0, np.cumsum(LENGTHS))
+IDS = ["utt-b", "utt-a", "ü/tt-c", "d", "e", "-f"]
+
+DIVIDED = {
+    "lengths and ids": {"lengths": LENGTHS, "ids": IDS},
+    "lengths": {"lengths": LENGTHS},
+    "offsets": {"offsets": EDGES},
+    "offsets, lengths and ids": {"offsets": EDGES[:-1], "lengths": LENGTHS, "ids": IDS},
+}
+
+SAID = {
+    "inspect": "min 0, median 4.5, max 300",
+    "plan": "utterances 6 frames 325",
+    "index": "utterances 6 under feats",
+    "stream": "streamed 325 frames",
+    "bench": "all 6 utterances",
+}
+"""What each command says of an array that is divided so."""
+
+
+@pytest.fixture
+def put(tmp_path):
+    """Write one big array, of so many features or a waveform, and what lies beside it; give the source."""
+
+    def put(shape=(8,), name="all.h5", **beside):
+        data = np.random.default_rng(0).random((sum(LENGTHS), *shape)).astype("f4")
+        with h5py.File(tmp_path / name, "w") as file:
+            for each, array in {"feats": data, **beside}.items():
+                file[each] = array
+        return asyncfeed.Source(str(tmp_path / name), data="feats", **{each: each for each in beside})
+
+    return put
+
+
+@pytest.fixture
+def dump(tmp_path):
+    """Twenty files of one utterance each, more than have an index of their own, in two directories."""
+    arrays = {f"{i:03d}": np.full((i + 1, 8), i, "f4") for i in range(20)}
+    for i, (utt, array) in enumerate(arrays.items()):
+        path = tmp_path / "dump" / f"part {i % 2}" / f"{utt}.h5"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with h5py.File(path, "w") as file:
+            file["feats"], file["wave"] = array, np.zeros(100 * (i + 1), "f4")
+    return asyncfeed.Source(f"{tmp_path}/dump/**/{{utt}}.h5", key="feats"), arrays
+
+
+@pytest.fixture
+def scans(monkeypatch):
+    """The files that feeds scan from now on, each time they do."""
+    paths = []
+    for name in ("scan", "scan_slices"):
+        real = getattr(library, name)
+        monkeypatch.setattr(
+            library, name, lambda each, real=real, **options: paths.append(each.path) or real(each, **options)
+        )
+    return paths
+
+
+def options(source):
+    """How the command line is told what a source says."""
+    names = ("data", "lengths", "offsets", "ids") if source.data else ("key",)
+    return [word for name in names if (value := getattr(source, name)) for word in (f"--{name}", value)]
+
+
+def whole(source):
+    with asyncfeed.Feed(source, shuffle=False) as feed:
+        return {utt: array.copy() for utt, array in feed.utterances()}
+
+
+def equal(found, wanted):
+    return list(found) == list(wanted) and all(np.array_equal(found[utt], wanted[utt]) for utt in wanted)
+
+
+@pytest.mark.parametrize("shape", [(8,), ()], ids=["features", "waveform"])
+@pytest.mark.parametrize("division", DIVIDED)
+@pytest.mark.parametrize("command", SAID)
+def test_every_command_takes_an_array_apart(ask, put, command, division, shape):
+    source = put(shape, **DIVIDED[division])
+
+    code, out, err = ask(command, source.path, *options(source))
+
+    assert (code, err) == (0, "")
+    assert SAID[command] in " ".join(out.split())
+
+
+@pytest.mark.parametrize("command", SAID)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"data": "feats"},
+        {"data": "feats", "ids": "ids"},
+        {"data": "feats", "lengths": "lengths", "key": "{utt}/x"},
+        {"lengths": "lengths"},
+        {"offsets": "offsets"},
+        {"ids": "ids"},
+    ],
+)
+def test_options_that_make_no_sense_together_are_told_as_by_a_source(ask, put, command, arguments):
+    path = put(**DIVIDED["lengths and ids"]).path
+    with pytest.raises(asyncfeed.ArgumentError) as told:
+        asyncfeed.Source(path, **arguments)
+
+    asked = ask(command, path, *(word for name, value in arguments.items() for word in (f"--{name}", value)))
+
+    assert asked == (1, "", f"asyncfeed: {told.value}\n")
+
+
+@pytest.mark.parametrize("command", SAID)
+def test_a_dataset_that_is_not_there_is_answered_with_those_that_are(ask, put, command):
+    path = put(lengths=LENGTHS).path
+
+    code, out, err = ask(command, path, "--data", "feats", "--lengths", "length")
+
+    assert (code, out) == (1, "")
+    assert one_line(err)
+    assert "'length'" in err
+    assert "'feats', 'lengths'" in err
+
+
+@pytest.mark.parametrize("command", ["plan", "index", "stream", "bench"])
+def test_lengths_that_do_not_fit_are_refused_with_the_reason(ask, put, command):
+    source = put(lengths=LENGTHS[1:])
+
+    code, out, err = ask(command, source.path, *options(source))
+
+    assert (code, out) == (1, "")
+    assert one_line(err)
+    assert "add up to 25 frames, but the array has 325" in err
+    assert not beside(source.path).exists()
+
+
+@pytest.mark.parametrize("division", DIVIDED)
+def test_an_index_of_an_array_is_found_by_a_feed_of_the_same_source(ask, put, scans, own_cache, division):
+    source = put(**DIVIDED[division])
+    wanted = whole(source)
+    in_cache(source.path, containers_of(source)[0].layout).unlink()
+    scans.clear()
+
+    code, _, _ = ask("index", source.path, *options(source))
+
+    assert code == 0
+    assert equal(whole(source), wanted)
+    assert scans == []
+    assert not [path for path in own_cache.rglob("*") if path.is_file()]
+
+
+def test_an_index_of_an_array_does_not_serve_another_division(ask, put, scans):
+    source = put(**DIVIDED["offsets, lengths and ids"])
+    ask("index", source.path, *options(source))
+
+    whole(asyncfeed.Source(source.path, data="feats", lengths="lengths"))
+
+    assert scans == [source.path]
+
+
+def test_shards_of_one_array_each_have_an_index_each(ask, put, scans, tmp_path):
+    sources = [put(name=f"shard-{letter}.h5", lengths=LENGTHS) for letter in "xy"]
+    shards = asyncfeed.Source(f"{tmp_path}/shard-*.h5", data="feats", lengths="lengths")
+
+    code, _, _ = ask("index", shards.path, *options(shards))
+
+    assert code == 0
+    assert all(beside(source.path).exists() for source in sources)
+    assert list(whole(shards))[::6] == ["shard-x/utt00000000", "shard-y/utt00000000"]
+    assert scans == []
+
+
+@pytest.mark.parametrize("name", ["*", "{utt}"])
+def test_an_index_is_none_of_the_files_that_a_glob_matches(ask, path, tmp_path, name):
+    everything = f"{tmp_path}/{name}"
+    key = "utt00000" if name == "{utt}" else "{utt}"
+    before = list(whole(asyncfeed.Source(everything, key)))
+
+    code, _, _ = ask("index", everything, "--key", key)
+
+    assert code == 0
+    assert beside(path).exists()
+    assert list(whole(asyncfeed.Source(everything, key))) == before
+
+
+@pytest.mark.parametrize("command", SAID)
+@pytest.mark.parametrize("named", ["{utt}.h5", "*.h5"])
+def test_every_command_takes_one_file_per_utterance(ask, dump, command, named):
+    path = dump[0].path.replace("{utt}.h5", named)
+
+    code, out, err = ask(command, path, "--key", "feats")
+
+    assert (code, err) == (0, "")
+    said = {
+        "inspect": "utterances 20 frames 210",
+        "plan": "utterances 20 frames 210",
+        "index": "utterances 1 under feats",
+        "stream": "streamed 210 frames",
+        "bench": "all 20 utterances",
+    }
+    assert said[command] in " ".join(out.split())
+    assert out.count("wrote") == (20 if command == "index" else 0)
+
+
+def test_indexes_of_one_file_per_utterance_are_found_by_a_feed(ask, dump, scans):
+    source, arrays = dump
+    ask("index", source.path, *options(source))
+
+    found = whole(source)
+
+    assert scans == []
+    assert equal(dict(sorted(found.items())), arrays)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("division", DIVIDED)
+def test_bench_reads_the_slices_of_an_array_by_hand(put, shuffle, division):
+    source = put(**DIVIDED[division])
+    wanted = whole(source)
+    feed = asyncfeed.Feed(source, memory_budget="8k", shuffle=shuffle)
+
+    with feed, by_hand(containers_of(source)) as read:
+        loops = HDF5Loops(read, feed)
+        arrays = dict(loops.utterances())
+        triplets = [(utt, index, frame.tolist()) for utt, index, frame in loops.triplets()]
+        ours = [(utt, index, frame.tolist()) for utt, index, frame in feed]
+        num_cut = outline(feed).num_cut
+
+    assert num_cut == 1  # the longest, whose parts are slices of a slice
+    assert {utt: a.tolist() for utt, a in arrays.items()} == {utt: a.tolist() for utt, a in wanted.items()}
+    assert sorted(triplets) == sorted(ours)
+    assert shuffle or triplets == ours
+
+
+def test_bench_opens_a_file_per_utterance_by_hand(dump):
+    source, wanted = dump
+
+    with asyncfeed.Feed(source) as feed, by_hand(containers_of(source)) as read:
+        arrays = dict(HDF5Loops(read, feed).utterances())
+
+    assert equal(dict(sorted(arrays.items())), wanted)
+
+
+def test_bench_measures_the_first_utterances_of_an_array(put):
+    source = put(**DIVIDED["lengths and ids"])
+
+    result = bench(source, seconds=0, rounds=1)
+
+    assert (result.utterances, result.all_utterances) == (1, 6)
+    assert [c.items for c in result.contests] == [1, 300, 300]
+
+
+def test_bench_wants_one_of_several_arrays_with_something_in_it(ask, put, tmp_path):
+    for name in ("shard-x.h5", "shard-y.h5"):
+        put((0,), name, lengths=LENGTHS)
+
+    for name, said in (("shard-x.h5", "no frames under data='feats'"), ("shard-*.h5", "2 files")):
+        code, _, err = ask("bench", tmp_path / name, "--data", "feats", "--lengths", "lengths")
+        assert code == 1
+        assert said in err
+
+
+def command_lines(out):
+    return [line.strip() for line in out.splitlines() if line.strip().startswith("asyncfeed stream ")]
+
+
+@pytest.mark.parametrize("division", DIVIDED)
+def test_inspect_says_what_to_type_to_stream_an_array(ask, put, division):
+    source = put(name="it's all; of it.h5", **DIVIDED[division])
+
+    _, out, _ = ask("inspect", source.path)
+
+    (line,) = command_lines(out)
+    asked = ask(*shlex.split(line)[1:])
+    assert asked[0] == 0
+    assert SAID["stream"] in " ".join(asked[1].split())
+
+
+def test_inspect_says_what_to_type_to_stream_a_directory(ask, dump, tmp_path):
+    _, out, _ = ask("inspect", tmp_path / "dump")
+
+    feats, wave = (ask(*shlex.split(line)[1:])[1] for line in command_lines(out))
+    assert "210 frames" in feats
+    assert "21000 frames" in wave.replace(",", "")
+
+
+def test_inspect_says_nothing_that_cannot_be_typed_or_goes_without_saying(ask, put, path):
+    unprintable = put(name="new\nline.h5", lengths=LENGTHS).path
+
+    outs = [ask("inspect", each)[1] for each in (path, unprintable)]
+
+    assert all("Streams as" in out for out in outs)
+    assert not any(command_lines(out) for out in outs)
 
 
 # -- demo --------------------------------------------------------------------------------------------------------------

@@ -55,6 +55,15 @@ File = Annotated[str, typer.Argument(metavar="FILE", help="An HDF5 file, or a gl
 TheKey = Annotated[
     str, typer.Option("--key", metavar="PATTERN", help="Where utterances lie, like 'data/{utt}/mel'; {utt} is the id.")
 ]
+Data = Annotated[
+    str | None,
+    typer.Option("--data", metavar="PATH", help="One array that holds all utterances, in place of --key."),
+]
+Lengths = Annotated[str | None, typer.Option("--lengths", metavar="PATH", help="Frames of each, beside --data.")]
+Offsets = Annotated[
+    str | None, typer.Option("--offsets", metavar="PATH", help="Where each begins, or ends, or both, beside --data.")
+]
+Ids = Annotated[str | None, typer.Option("--ids", metavar="PATH", help="Their ids, beside --data; else numbered.")]
 TheBudget = Annotated[
     str, typer.Option("--memory-budget", metavar="SIZE", help="Of all shared memory: 2g, 512MiB, 25%, auto.")
 ]
@@ -112,6 +121,10 @@ def _options(
 def inspect(
     file: File,
     key: TheKey = "{utt}",
+    data: Data = None,
+    lengths: Lengths = None,
+    offsets: Offsets = None,
+    ids: Ids = None,
     show_all: Annotated[bool, typer.Option("--all", help="Name everything that cannot be streamed.")] = False,
 ) -> None:
     """Show what is in a file, how it would be read, and what to write to stream it.
@@ -119,7 +132,7 @@ def inspect(
     Layouts, dtypes, lengths; what is read directly and what not, and why. A directory stands for the HDF5 files in it.
     """
     with _counting("looking at datasets") as progress:
-        contents = look_into(Source(file, key), progress)
+        contents = look_into(Source(file, key, data, lengths, offsets, ids), progress)
     _print(tables.inspect_report(contents, show_all))
     console = Console(highlight=False, markup=False)
     for part, folding in tables.suggestion_report(contents, console.width):
@@ -131,6 +144,10 @@ def plan(
     file: File,
     memory_budget: TheBudget = "auto",
     key: TheKey = "{utt}",
+    data: Data = None,
+    lengths: Lengths = None,
+    offsets: Offsets = None,
+    ids: Ids = None,
     shuffle: Shuffle = True,
     seed: Seed = 0,
     epoch: Annotated[int, typer.Option("--epoch", help="Which epoch to plan, from 0.")] = 0,
@@ -151,7 +168,7 @@ def plan(
 ) -> None:
     """Show the partitions of an epoch and its peak memory."""
     feed = Feed(
-        Source(file, key),
+        Source(file, key, data, lengths, offsets, ids),
         memory_budget=memory_budget,
         shuffle=shuffle if order is None else order is not Order.FILE and order.value,
         seed=seed,
@@ -168,13 +185,20 @@ def plan(
 
 
 @app.command()
-def index(file: File, key: TheKey = "{utt}") -> None:
+def index(
+    file: File,
+    key: TheKey = "{utt}",
+    data: Data = None,
+    lengths: Lengths = None,
+    offsets: Offsets = None,
+    ids: Ids = None,
+) -> None:
     """Write the index of a file beside it.
 
     Feeds that find one need not scan the file.
     """
     with _counting("cataloguing datasets") as progress:
-        for written in write_indexes(Source(file, key), progress):
+        for written in write_indexes(Source(file, key, data, lengths, offsets, ids), progress):
             _print(tables.index_report(written))
 
 
@@ -186,6 +210,10 @@ def stream(
     ] = None,
     memory_budget: TheBudget = "auto",
     key: TheKey = "{utt}",
+    data: Data = None,
+    lengths: Lengths = None,
+    offsets: Offsets = None,
+    ids: Ids = None,
     shuffle: Shuffle = True,
     seed: Seed = 0,
     prefetch: Prefetch = 1,
@@ -193,7 +221,7 @@ def stream(
 ) -> None:
     """Stream one epoch at full speed and give a verdict."""
     feed = Feed(
-        Source(file, key),
+        Source(file, key, data, lengths, offsets, ids),
         memory_budget=memory_budget,
         shuffle=shuffle,
         seed=seed,
@@ -209,9 +237,15 @@ def stream(
 
 @app.command()
 def bench(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="An HDF5 file.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="An HDF5 file, or a glob of files with one utterance each.")
+    ],
     memory_budget: TheBudget = "auto",
     key: TheKey = "{utt}",
+    data: Data = None,
+    lengths: Lengths = None,
+    offsets: Offsets = None,
+    ids: Ids = None,
     shuffle: Shuffle = True,
     seconds: Annotated[
         float, typer.Option("--seconds", help="How long one pass of plain h5py may take; decides how much is read.")
@@ -225,7 +259,7 @@ def bench(
     """
     with _status("warming up") as report:
         result = run_bench(
-            Source(file, key),
+            Source(file, key, data, lengths, offsets, ids),
             seconds=seconds,
             rounds=rounds,
             shuffle=shuffle,

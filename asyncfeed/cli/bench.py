@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,21 +12,26 @@ from typing import Any
 
 import h5py
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncfeed.cli.epoch import take
 from asyncfeed.engine.loaded import Array
 from asyncfeed.errors import ArgumentError, BudgetError, UsageError
 from asyncfeed.feed import Feed
+from asyncfeed.planning.catalog import Catalog
 from asyncfeed.planning.plan import Partition, Plan
 from asyncfeed.storage.hdf5file import open_hdf5, translate
-from asyncfeed.storage.source import Key, Source, containers_of
+from asyncfeed.storage.source import Container, Key, Source, containers_of
 
-__all__ = ["BATCH_SIZE", "Bench", "Contest", "HDF5Loops", "bench"]
+__all__ = ["BATCH_SIZE", "Bench", "Contest", "HDF5Loops", "bench", "by_hand"]
 
 BATCH_SIZE = 256
 
 Make = Callable[[], Iterable[Any]]
 """Starts an epoch."""
+
+Read = Callable[[str, int, int], Array]
+"""Reads frames of an utterance: its id, the first of them within its dataset, and one past the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ def bench(
     that are is found by letting plain h5py read for ``seconds``, which also warms up the page cache.
 
     Args:
-        source: a single file.
+        source: a single file, or any number of which each holds one utterance.
         seconds: about what one pass of plain h5py over the utterances takes.
         rounds: passes of each; the median counts.
         shuffle: in random order, as in training, or in file order.
@@ -100,28 +106,35 @@ def bench(
         AsyncFeedError: the file cannot be streamed, or has nothing in it.
     """
     containers = containers_of(source)
-    if len(containers) != 1:
+    first = containers[0]
+    if len(containers) > 1 and not _hold_one_utterance(containers):
         raise ArgumentError(f"{len(containers)} files match; bench compares on one of them, so name it")
-    (container,) = containers
+    path = first.path if len(containers) == 1 else str(source.path)
     settings |= {"rank": 0, "world_size": 1}  # the whole file, also within a distributed run
     report("warming up")
     with Feed(source, shuffle=False, **settings) as feed:
-        ids, all_nbytes = feed._library.corpus.ids, feed._library.corpus.nbytes
-    if not all_nbytes.any():
-        raise UsageError(f"{container.path} has no frames under key={container.key!r}, so there is nothing to compare")
-    with open_hdf5(container.path) as file:
-        num = _read_for(seconds, file, Key(container.key), ids)
-        with Feed(source, shuffle=shuffle, **{**settings, "includes": ids[:num]}) as feed:
-            contests = tuple(_contests(feed, HDF5Loops(file, container.key, feed), rounds, report))
-    return Bench(container.path, shuffle, rounds, num, len(ids), int(all_nbytes[:num].sum()), contests)
+        (catalog,) = feed._library.corpus.catalogs
+    if not catalog.nbytes.any():
+        where = f"key={first.key!r}" if first.slices is None else f"data={first.key!r}"
+        raise UsageError(f"{path} has no frames under {where}, so there is nothing to compare")
+    with by_hand(containers) as read:
+        num = _read_for(seconds, read, catalog)
+        with Feed(source, shuffle=shuffle, **{**settings, "includes": catalog.ids[:num]}) as feed:
+            contests = tuple(_contests(feed, HDF5Loops(read, feed), rounds, report))
+    return Bench(path, shuffle, rounds, num, len(catalog), int(catalog.nbytes[:num].sum()), contests)
 
 
-def _read_for(seconds: float, file: h5py.File, key: Key, ids: Iterable[str]) -> int:
+def _hold_one_utterance(containers: Sequence[Container]) -> bool:
+    return all(each.slices is None and Key(each.key).fixed for each in containers)
+
+
+def _read_for(seconds: float, read: Read, catalog: Catalog) -> int:
     """How many utterances plain h5py reads in about that time; at least one."""
+    spans = _whole(catalog, np.arange(len(catalog)))
     end = time.perf_counter() + seconds
     num = 0
-    for utt in ids:
-        _read(file, key, utt)
+    for span in spans:
+        read(*span)
         num += 1
         if time.perf_counter() > end:
             break
@@ -162,15 +175,16 @@ class HDF5Loops:
     Walks the partitions that a feed plans, so that both hold equally much in memory.
     """
 
-    def __init__(self, file: h5py.File, key: str, feed: Feed) -> None:
-        self._file, self._key, self._feed = file, Key(key), feed
+    def __init__(self, read: Read, feed: Feed) -> None:
+        self._read, self._feed = read, feed
         self._corpus = feed._library.corpus
+        (self._catalog,) = self._corpus.catalogs
 
     def utterances(self) -> Iterator[tuple[str, Array]]:
         """``(utt, array)``."""
         plan = self._feed.plan
-        for utt in self._corpus.ids.pick(plan.utts[plan.starts == 0]):
-            yield utt, _read(self._file, self._key, utt)
+        for utt, start, stop in _whole(self._catalog, plan.utts[plan.starts == 0]):
+            yield utt, self._read(utt, start, stop)
 
     def triplets(self) -> Iterator[tuple[str, int, Any]]:
         """``(utt, index, frame)``."""
@@ -200,11 +214,11 @@ class HDF5Loops:
 
     def _load(self, partition: Partition) -> tuple[Array, Array, list[Array]]:
         """The utterance of every frame, its number in there, and the frames of every utterance."""
-        utts, starts, stops = self._corpus.ids.pick(partition.utts), partition.starts.tolist(), partition.stops.tolist()
-        spans = list(zip(utts, starts, stops, strict=True))
-        names = np.repeat(np.array(utts, object), partition.lengths)
-        indices = np.concatenate([np.arange(start, stop) for _, start, stop in spans])
-        return names, indices, [_read(self._file, self._key, *span) for span in spans]
+        spans = _spans(self._catalog, partition.utts, partition.starts, partition.stops)
+        names = np.repeat(np.array([utt for utt, _, _ in spans], object), partition.lengths)
+        ranges = zip(partition.starts.tolist(), partition.stops.tolist(), strict=True)
+        indices = np.concatenate([np.arange(start, stop) for start, stop in ranges])
+        return names, indices, [self._read(*span) for span in spans]
 
 
 def _order(plan: Plan, partition: Partition) -> Array:
@@ -212,11 +226,48 @@ def _order(plan: Plan, partition: Partition) -> Array:
     return plan.draws(partition).permutation(num_frames) if plan.shuffle else np.arange(num_frames)
 
 
-def _read(file: h5py.File, key: Key, utt: str, start: int = 0, stop: int | None = None) -> Array:
-    """``file[path][:]``, with errors that name the file and the dataset."""
-    path = key.path(utt)
+def _whole(catalog: Catalog, rows: NDArray[np.int64]) -> list[tuple[str, int, int]]:
+    return _spans(catalog, rows, np.zeros_like(rows), catalog.length[rows])
+
+
+def _spans(
+    catalog: Catalog, rows: NDArray[np.int64], starts: NDArray[np.int64], stops: NDArray[np.int64]
+) -> list[tuple[str, int, int]]:
+    """What to read for slices of utterances: ids, and frames counted from the beginning of their datasets."""
+    begin = np.int64(0) if catalog.start is None else catalog.start[rows]
+    return list(zip(catalog.ids.pick(rows), (begin + starts).tolist(), (begin + stops).tolist(), strict=True))
+
+
+@contextlib.contextmanager
+def by_hand(containers: Sequence[Container]) -> Iterator[Read]:
+    """Read as one does with h5py: a single file stays open, and so does an array that holds everything.
+
+    Files of one utterance each are opened and closed again for every one of them.
+    """
+    first = containers[0]
+    if len(containers) > 1:
+        paths = {each.name: each.path for each in containers}
+        yield lambda utt, start, stop: _open_and_read(paths[utt], first.key, start, stop)
+        return
+    with open_hdf5(first.path) as file:
+        if first.slices is None:
+            key = Key(first.key)
+            yield lambda utt, start, stop: _read(file, key.path(utt), start, stop)
+        else:
+            array = file[first.key]
+            yield lambda _, start, stop: _read(file, first.key, start, stop, array)
+
+
+def _open_and_read(file: str, path: str, start: int, stop: int) -> Array:
+    with open_hdf5(file) as opened:
+        return _read(opened, path, start, stop)
+
+
+def _read(file: h5py.File, path: str, start: int, stop: int, dataset: h5py.Dataset | None = None) -> Array:
+    """``file[path][start:stop]``, with errors that name the file and the dataset; or of one that is open already."""
     try:
-        array: Array = file[path.encode("utf-8", "surrogateescape")][start:stop]
+        found = file[path.encode("utf-8", "surrogateescape")] if dataset is None else dataset
+        array: Array = found[start:stop]
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise translate(error, file.filename, f"read the dataset {path!r}") from error
     return array

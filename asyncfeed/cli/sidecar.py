@@ -35,8 +35,8 @@ def write_indexes(source: Source, progress: Progress | None = None) -> Iterator[
 
     Raises:
         StorageError: a file cannot be opened.
-        UnreadableDatasetError: something in a file cannot be streamed. An index holds only what can, so that a feed
-            that finds one would not say a word about the rest.
+        UnreadableDatasetError: nothing in a file can be streamed, or something cannot for a reason that lies outside of
+            it. That may change while the file does not, and a feed that finds an index would not look again.
         SourceAccessError: the directory of a file cannot be written.
     """
     for container in containers_of(source):
@@ -61,10 +61,12 @@ def _write_index(container: Container, progress: Progress | None) -> Written:
 
 
 def _refuse_gaps(container: Container, catalog: Catalog) -> None:
-    passing = [each for each in catalog.skipped if not each.lasting]
-    if passing:
-        what = passing[0]
+    found = [each for each in catalog.skipped if not each.lasting]
+    if not len(catalog):
+        found += [each for each in catalog.skipped if each.lasting and not each.harmless]
+    if found:
+        what = found[0]
         raise UnreadableDatasetError(
-            f"{container.path} gets no index, because an index holds only what can be streamed and {what.utt!r} cannot "
-            f"be ({what.reason}; {len(passing)} such); asyncfeed inspect lists them, --key may leave them out"
+            f"{container.path} gets no index, because {what.utt or container.key!r} cannot be streamed ({what.reason}; "
+            f"{len(found)} such): {what.remedy}. asyncfeed inspect lists all"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
 from rich import box
@@ -18,6 +19,7 @@ from asyncfeed.cli.outline import Outline, Row
 from asyncfeed.cli.sidecar import Written
 from asyncfeed.planning import orders
 from asyncfeed.planning.catalog import Access, Kind
+from asyncfeed.planning.layouts import Suggestion
 from asyncfeed.planning.mixing import Mixing
 from asyncfeed.units import format_nbytes
 
@@ -70,6 +72,16 @@ def suggestion_report(contents: Contents, width: int) -> Iterator[tuple[Renderab
         lines = each.code(width - 4).splitlines()
         yield Text("\n".join(f"    {visible(line)}" for line in lines), "green"), False
         yield Padding(Text(visible(each.reason), "dim"), (0, 0, 0, 6)), True
+        if command := _command_line(each):
+            yield Text(f"      {command}", "cyan"), False
+
+
+def _command_line(suggestion: Suggestion) -> str:
+    """What to type to stream it. Empty if that goes without saying, takes several fields, or cannot be typed."""
+    (_, path, given), *others = suggestion.fields
+    words = ["asyncfeed", "stream", path, *(word for name, value in given.items() for word in (f"--{name}", value))]
+    line = shlex.join(words)
+    return line if given and not others and line.isprintable() else ""
 
 
 def _files(contents: Contents) -> str:

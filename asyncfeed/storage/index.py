@@ -19,6 +19,7 @@ import platformdirs
 from asyncfeed.planning.catalog import Catalog, FileStamp, Kind, Skipped
 from asyncfeed.planning.strings import Strings
 from asyncfeed.storage.hdf5file import can_decode, stamp
+from asyncfeed.storage.paths import SIDECAR
 from asyncfeed.storage.source import Container
 
 __all__ = ["beside", "in_cache", "load_index", "load_joint_index", "save_index", "save_joint_index"]
@@ -30,7 +31,7 @@ OPTIONAL = ("start",)
 
 def beside(path: str) -> Path:
     """Where ``asyncfeed index`` puts the index of a file: next to it."""
-    return Path(f"{path}.asyncfeed")
+    return Path(f"{path}{SIDECAR}")
 
 
 def in_cache(path: str, layout: str) -> Path:

@@ -8,10 +8,13 @@ import os
 from asyncfeed.errors import ArgumentError, NotHDF5Error, SourceMissingError
 from asyncfeed.storage.generations import DEFAULT_FILENAME
 
-__all__ = ["UTT", "expand", "is_several", "stem"]
+__all__ = ["SIDECAR", "UTT", "expand", "is_several", "stem"]
 
 UTT = "{utt}"
 """Stands for an utterance id in keys and in paths."""
+
+SIDECAR = ".asyncfeed"
+"""What the name of an index that lies beside its file ends with."""
 
 
 def is_several(path: str) -> bool:
@@ -53,11 +56,16 @@ def expand(path: str) -> list[tuple[str, str]]:
     return found
 
 
+def _matching(path: str) -> list[str]:
+    """What a glob matches, without indexes: ``dump/*`` means the same files before and after ``asyncfeed index``."""
+    return sorted(each for each in glob.glob(path, recursive=True) if not each.endswith(SIDECAR))
+
+
 def _by_glob(path: str) -> list[tuple[str, str]]:
     fixed = os.path.dirname(path)
     while glob.has_magic(fixed):
         fixed = os.path.dirname(fixed)
-    found = sorted(glob.glob(path, recursive=True))
+    found = _matching(path)
     return [(each, os.path.splitext(os.path.relpath(each, fixed or os.curdir))[0]) for each in found]
 
 
@@ -69,7 +77,7 @@ def _by_pattern(path: str) -> list[tuple[str, str]]:
         raise ArgumentError(
             f"{path!r} must hold {UTT} once, in a name without wildcards, and no ** after it, as in 'dump/*/{UTT}.h5'"
         )
-    found = sorted(glob.glob(path.replace(UTT, "*"), recursive=True))
+    found = _matching(path.replace(UTT, "*"))
     from_end = place - len(parts)
     names = (each.split(os.sep)[from_end] for each in found)
     return [(each, name[len(head) : len(name) - len(tail)]) for each, name in zip(found, names, strict=True)]
