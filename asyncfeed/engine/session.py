@@ -26,7 +26,7 @@ from asyncfeed.planning.orders import Order
 from asyncfeed.planning.passage import Passage, Pieces, Stage, Turns, deal, divide, go_through, make_even
 from asyncfeed.planning.plan import Cut, Plan
 from asyncfeed.planning.planner import make_plan, needed_nbytes
-from asyncfeed.planning.shares import are_runs, run_of, share_of
+from asyncfeed.planning.shares import are_runs, run_of, shares_of
 from asyncfeed.planning.state import State
 from asyncfeed.storage.library import open_library
 from asyncfeed.storage.scan import Progress
@@ -124,7 +124,7 @@ class Session:
             pass
         elif are_runs(s.order, form.cut):
             whole = make_plan(**{**wanted, "world_size": 1})
-            runs = [Passage.of(share_of(whole, n, first)) for n in range(first)]
+            runs = [Passage.of(share) for share in shares_of(whole, first)]
             return form.after(self._after(stages, runs, divide)[rank], items)
         else:
             units = form.cut.count(self.library.corpus.lengths[self._rows(epoch)])

@@ -11,11 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncfeed.planning.orders import Order
 from asyncfeed.planning.plan import Cut, Plan
 
-__all__ = ["are_runs", "run_of", "share_of"]
+__all__ = ["are_runs", "run_of", "share_of", "shares_of"]
+
+Integers = NDArray[np.int64]
 
 
 def are_runs(order: Order, cut: Cut) -> bool:
@@ -33,25 +36,32 @@ def run_of(num_units: int, rank: int, world_size: int) -> tuple[int, int]:
 
 def share_of(plan: Plan, rank: int, world_size: int) -> Plan:
     """The run of one rank of a plan that was made for all. Copies what it takes of it."""
-    if world_size == 1:
-        return plan
-    counts = plan.cut.count(plan.stops - plan.starts)
-    ends = np.cumsum(counts)
-    begins = ends - counts
-    start, stop = run_of(int(counts.sum()), rank, world_size)
-    # Slices without any unit go with the unit that follows them, or else to the last rank.
-    first = int(np.searchsorted(begins, start))
-    first -= bool(first) and bool(ends[first - 1] > start)
-    last = ends.size if rank == world_size - 1 else int(np.searchsorted(begins, stop)) if start < stop else first
+    return plan if world_size == 1 else _run(plan, _bounds(plan), rank, world_size)
+
+
+def shares_of(plan: Plan, world_size: int) -> list[Plan]:
+    """The runs of all ranks."""
+    bounds = _bounds(plan)
+    return [_run(plan, bounds, rank, world_size) for rank in range(world_size)]
+
+
+def _bounds(plan: Plan) -> Integers:
+    """Number of the first unit of every slice, and of all."""
+    return np.concatenate(([0], np.cumsum(plan.cut.count(plan.stops - plan.starts))))
+
+
+def _run(plan: Plan, bounds: Integers, rank: int, world_size: int) -> Plan:
+    start, stop = run_of(int(bounds[-1]), rank, world_size)
+    first, last = _slices(bounds, start, stop, is_last=rank == world_size - 1)
     own = replace(plan, rank=rank, world_size=world_size)
     if first == last:
         none = np.zeros(0, np.int64)
         return replace(own, utts=none, starts=none, stops=none, sizes=none, edges=np.zeros(1, np.int64))
     starts, stops = plan.starts[first:last].copy(), plan.stops[first:last].copy()
-    starts[0] += max(start - int(begins[first]), 0) * plan.cut.hop
-    if ends[last - 1] > stop:
+    starts[0] += max(start - int(bounds[first]), 0) * plan.cut.hop
+    if bounds[last] > stop:
         begun = plan.starts[last - 1]
-        stops[-1] = begun + plan.cut.end(stop - begins[last - 1], stops[-1] - begun)
+        stops[-1] = begun + plan.cut.end(stop - bounds[last - 1], stops[-1] - begun)
     low = int(np.searchsorted(plan.edges, first, side="right")) - 1
     high = int(np.searchsorted(plan.edges, last))
     return replace(
@@ -62,6 +72,20 @@ def share_of(plan: Plan, rank: int, world_size: int) -> Plan:
         edges=np.clip(plan.edges[low : high + 1], first, last) - first,
         sizes=plan.sizes[low:high].copy(),
         first=low,
-        before=start - int(begins[plan.edges[low]]),
-        after=int(ends[plan.edges[high] - 1]) - stop,
+        before=start - int(bounds[plan.edges[low]]),
+        after=int(bounds[plan.edges[high]]) - stop,
     )
+
+
+def _slices(bounds: Integers, start: int, stop: int, *, is_last: bool) -> tuple[int, int]:
+    """The slices that have the units ``start:stop``: the first, and one past the last.
+
+    Slices without any unit go with the unit that follows them, or else to the last rank.
+    """
+    begins = bounds[:-1]
+    first = int(np.searchsorted(begins, start))
+    if first and bounds[first] > start:
+        first -= 1
+    if is_last:
+        return first, begins.size
+    return first, int(np.searchsorted(begins, stop)) if start < stop else first
