@@ -50,14 +50,19 @@ def million() -> Corpus:
     return Corpus({"": catalog}, named=False)
 
 
-def plan_million(kind: str) -> tuple[float, float]:
-    """Seconds for a plan, and the most memory that it took, MB; in this very process, once."""
+def plan_million(kind: str, rank: int, world_size: int) -> tuple[float, float]:
+    """Seconds for a plan, and the most memory that it took, MB; in this very process, once.
+
+    Orders of one's own name all of the million, in random order.
+    """
     corpus = million()
-    ids = tuple(corpus.ids[i] for i in range(0, MILLION, 1000))
+    ids = tuple(np.random.default_rng(1).permutation(list(corpus.ids)).tolist())
     order = Order(kind, ids=ids, weights=(1.0,) * len(ids)) if kind in ("own", "weighted") else Order(kind)  # type: ignore[arg-type]
     before = resident_nbytes()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    took = seconds(lambda: make_plan(corpus, partition_nbytes=PARTITION_NBYTES, shuffle=order))
+    took = seconds(
+        lambda: make_plan(corpus, partition_nbytes=PARTITION_NBYTES, shuffle=order, rank=rank, world_size=world_size)
+    )
     return took, (peak_nbytes() - before) / 1e6
 
 
@@ -75,12 +80,11 @@ def _status(name: str) -> int:
 
 
 def planning(_: Path) -> Iterator[Figure]:
-    """plan-seconds, plan-memory: a million utterances, every order, each in a process of its own."""
+    """plan-seconds, plan-memory: a million utterances, every order, alone and as rank 5 of 8, each in its own process."""
     took, memory = [], []
-    for kind in ORDERS:
-        out = subprocess.run(
-            [sys.executable, __file__, "--plan", kind], check=True, capture_output=True, text=True
-        ).stdout
+    for kind, ranks in itertools.product(ORDERS, (["0", "1"], ["5", "8"])):
+        command = [sys.executable, __file__, "--plan", kind, *ranks]
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         one, other = map(float, out.split())
         took.append(one)
         memory.append(other)
@@ -175,10 +179,12 @@ ROWS = (planning, resuming, padding, interleaving)
 
 def main() -> None:
     parser = arguments_of(__doc__, ROWS)
-    parser.add_argument("--plan", choices=ORDERS, help="plan once, and print seconds and megabytes")
+    parser.add_argument(
+        "--plan", nargs=3, metavar=("ORDER", "RANK", "SIZE"), help="plan once, and print seconds and megabytes"
+    )
     arguments = parser.parse_args()
     if arguments.plan:
-        print(*plan_million(arguments.plan))
+        print(*plan_million(arguments.plan[0], *map(int, arguments.plan[1:])))
         sys.stdout.flush()
         os._exit(0)
     run(ROWS, arguments.rows, arguments.data)

@@ -158,6 +158,17 @@ def test_weights_draw_with_replacement_in_their_proportions(make):
     assert first != second
 
 
+@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=20).filter(any), st.integers(0, 2**32))
+def test_what_has_no_weight_is_never_drawn(weights, seed):
+    corpus = corpus_of([3] * len(weights))
+    order = Order.of(dict(zip(corpus.ids, weights, strict=True)))
+
+    rows = order.rows(corpus, seed=seed, epoch=0)
+
+    assert rows.size == len(weights)
+    assert all(weights[row] > 0 for row in rows)
+
+
 @pytest.mark.parametrize("shuffle", [{"long": 1.0}, ["long"] * 50])
 def test_utterances_that_come_again_and_again_need_not_fit_into_what_all_take_once(make, shuffle):
     path = make(
@@ -173,7 +184,10 @@ def test_utterances_that_come_again_and_again_need_not_fit_into_what_all_take_on
         assert frames == Counter(dict.fromkeys(range(200), 50))
 
 
-@pytest.mark.parametrize("wrong", ["random", 3, None, {"a": -1.0}, {"a": 0.0}, {"a": float("nan")}, {}, [1, 2], b"utt"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["random", 3, None, {"a": -1.0}, {"a": 0.0}, {"a": float("nan")}, {"a": 1e308, "b": 1e308}, {}, [1, 2], b"utt"],
+)
 def test_what_is_no_order_is_refused(wrong):
     with pytest.raises(ArgumentError, match=r"shuffle"):
         Feed("x.h5", shuffle=wrong)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from asyncfeed.errors import BudgetError, FieldMismatchError
+from asyncfeed.planning import strings as packed_strings
 from asyncfeed.planning.catalog import Access, Catalog, FileStamp, Kind
 from asyncfeed.planning.coalesce import Calls, Reads, coalesce
 from asyncfeed.planning.corpus import Corpus
@@ -138,6 +139,20 @@ def test_strings_give_back_what_went_in(wanted):
     assert [packed[-1 - i] for i in range(len(packed))] == wanted[::-1]
     assert packed[1:7:2] == wanted[1:7:2]
     assert packed == Strings.of(iter(wanted))
+
+
+@pytest.mark.parametrize("multiplier", [packed_strings.MULTIPLIER, 1])
+@given(strings, strings)
+@example(["ab", "ba", "", "c"], ["ba", "ab", "", "d", "ca"])
+def test_strings_are_found(multiplier, there, wanted):
+    """Also where many have the same hash: with a multiplier of 1 that is the sum of their bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_strings, "MULTIPLIER", multiplier)
+        patch.setattr(packed_strings, "STEP", 7)
+        rows = Strings.of(there).find(wanted).tolist()
+
+    assert [row >= 0 for row in rows] == [string in there for string in wanted]
+    assert all(there[row] == string for row, string in zip(rows, wanted, strict=True) if row >= 0)
 
 
 def test_an_id_of_bytes_that_are_no_utf8_survives():

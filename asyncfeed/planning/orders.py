@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -36,6 +36,12 @@ class Order:
     ids: tuple[str, ...] = ()
     """With ``"own"``: the utterances, in order; with ``"weighted"``: those that have a weight."""
     weights: tuple[float, ...] = ()
+    digest: str = field(init=False)
+    """Of the two."""
+
+    def __post_init__(self) -> None:
+        text = repr((self.ids, self.weights)).encode(errors="surrogateescape")
+        object.__setattr__(self, "digest", hashlib.blake2b(text, digest_size=8).hexdigest())
 
     @classmethod
     def of(cls, shuffle: Any, block_nbytes: int = BLOCK_NBYTES) -> Order:
@@ -76,8 +82,7 @@ class Order:
     def describe(self) -> Any:
         """As plain values, small: for comparing with a saved state."""
         if self.kind in ("own", "weighted"):
-            text = repr((self.ids, self.weights)).encode(errors="surrogateescape")
-            return [self.kind, len(self.ids), hashlib.blake2b(text, digest_size=8).hexdigest()]
+            return [self.kind, len(self.ids), self.digest]
         return [self.kind, self.block_nbytes] if self.kind in ("block", "interleave") else self.kind
 
     def rows(self, corpus: Corpus, *, seed: int, epoch: int) -> Integers:
@@ -90,21 +95,28 @@ class Order:
         elif self.kind == "own":
             return self._named(corpus)
         elif self.kind == "weighted":
-            weights = np.array(self.weights)
-            draws = generator(seed, epoch, Purpose.WEIGHTS)
-            return self._named(corpus)[draws.choice(weights.size, rows.size, p=weights / weights.sum())]
+            return self._named(corpus)[self._drawn(generator(seed, epoch, Purpose.WEIGHTS), rows.size)]
         return rows
 
     def _named(self, corpus: Corpus) -> Integers:
         """Raises `ArgumentError` if there is no utterance of an id."""
-        wanted = set(self.ids)
-        row_of = {utt: row for row, utt in enumerate(corpus.ids) if utt in wanted}
-        unknown = [utt for utt in self.ids if utt not in row_of]
-        if unknown:
+        rows = corpus.find(self.ids)
+        unknown = np.flatnonzero(rows < 0)
+        if unknown.size:
             raise ArgumentError(
-                f"shuffle= names {len(unknown)} utterances that are not there, such as {unknown[0]!r}; leave them out"
+                f"shuffle= names {unknown.size} utterances that are not there, such as {self.ids[unknown[0]]!r}; leave them out"
             )
-        return np.array([row_of[utt] for utt in self.ids], np.int64)
+        return rows
+
+    def _drawn(self, draws: np.random.Generator, count: int) -> Integers:
+        """Numbers of ids, drawn by their weights: like ``draws.choice``, in a third of the time."""
+        total = np.cumsum(self.weights)
+        drawn = draws.random(count) * total[-1]
+        rising = np.argsort(drawn)
+        last = np.searchsorted(total, total[-1])  # what was rounded up to the total is this one, too
+        numbers: Integers = np.empty(count, np.int64)
+        numbers[rising] = np.minimum(np.searchsorted(total, drawn[rising], side="right"), last)
+        return numbers
 
     def _blocks(self, corpus: Corpus, draws: np.random.Generator) -> Integers:
         """Neighbours in the file stay together, in blocks of about ``block_nbytes``; the blocks come in random order."""
@@ -130,6 +142,6 @@ def _checked_weights(weights: Mapping[Any, Any]) -> tuple[tuple[str, ...], tuple
     ids, values = tuple(weights), tuple(map(float, weights.values()))
     if not all(isinstance(utt, str) for utt in ids) or not ids:
         raise ArgumentError("shuffle= as weights must map utterance ids to numbers, and at least one")
-    if not all(np.isfinite(v) and v >= 0 for v in values) or not sum(values) > 0:
-        raise ArgumentError("weights in shuffle= must be finite, not negative, and not all zero")
+    if not all(v >= 0 for v in values) or not 0 < sum(values) < np.inf:
+        raise ArgumentError("weights in shuffle= must be finite, also all together, not negative, and not all zero")
     return ids, values
