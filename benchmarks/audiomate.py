@@ -75,22 +75,29 @@ def feature_iterator(data: Path) -> Iterator[Figure]:
 
 
 def container_loader(data: Path) -> Iterator[Figure]:
-    """container-loader: all partitions of an epoch, one after the other."""
-    with h5py.File(large(data)) as file:
-        loader = PartitioningContainerLoader(list(file), file, "128m", seed=SEED)
+    """container-loader: all partitions of an epoch, one after the other; open for reading, and as audiomate opens it."""
+    for mode in ("r", "a"):
+        with h5py.File(large(data), mode) as file:
+            yield _container_loader(file, mode)
 
-        def ours() -> None:
-            for index in range(len(loader.partitions)):
-                loader.load_partition_data(index)
 
-        def theirs() -> None:
-            for info in loader.partitions:
-                _ = [file[utt][:] for utt in info.utt_ids]
+def _container_loader(file: h5py.File, mode: str) -> Figure:
+    loader = PartitioningContainerLoader(list(file), file, "128m", seed=SEED)
 
-        rounds = in_turn(lambda: seconds(ours), lambda: seconds(theirs), rounds=5)
-        rate = sum(info.size for info in loader.partitions) / statistics.median(mine for mine, _ in rounds) / 1e9
-    what = "load_partition_data against [f[u][:] for u in ids]"
-    yield Figure("container-loader", what, ">= 2", [other / mine for mine, other in rounds], f"{rate:.1f} GB/s")
+    def ours() -> None:
+        for index in range(len(loader.partitions)):
+            loader.load_partition_data(index)
+
+    def theirs() -> None:
+        for info in loader.partitions:
+            _ = [file[utt][:] for utt in info.utt_ids]
+
+    rounds = in_turn(lambda: seconds(ours), lambda: seconds(theirs), rounds=5)
+    rate = sum(info.size for info in loader.partitions) / statistics.median(mine for mine, _ in rounds) / 1e9
+    what = f"load_partition_data against [f[u][:] for u in ids], open with mode={mode!r}"
+    return Figure(
+        f"container-loader-{mode}", what, ">= 2", [other / mine for mine, other in rounds], f"{rate:.1f} GB/s"
+    )
 
 
 ROWS = (feature_iterator, container_loader)

@@ -34,6 +34,7 @@ from asyncfeed import (
     StorageError,
     UnreadableDatasetError,
 )
+from asyncfeed.storage.direct import DirectReader
 
 GOOD = np.arange(24, dtype="f4").reshape(8, 3)
 
@@ -41,7 +42,12 @@ GOOD = np.arange(24, dtype="f4").reshape(8, 3)
 def streamed(source, **options):
     """All utterances of a source, copied."""
     with Feed(source, shuffle=False, **options) as feed:
-        return {utt: array.copy() for utt, array in feed.utterances()}
+        return utterances_of(feed)
+
+
+def utterances_of(feed):
+    """All utterances of an epoch, copied."""
+    return {utt: array.copy() for utt, array in feed.utterances()}
 
 
 def plain(path):
@@ -835,6 +841,82 @@ class TestHandles:
 
                 with pytest.raises(StorageError, match=r"'a'.*writing\.h5"):
                     list(feed.utterances())
+
+    @staticmethod
+    def calls(feed: Feed) -> int:
+        """System calls of direct reads so far."""
+        return feed.statistics().calls
+
+    @pytest.mark.parametrize("mode", ["r", "r+", "a"])
+    def test_are_read_directly_whether_they_may_write_or_not(self, path, mode):
+        with h5py.File(path, mode) as file, Feed(file, shuffle=False) as feed:
+            assert_equal(utterances_of(feed), plain(path))
+            assert self.calls(feed) > 0
+
+    @pytest.mark.parametrize("unflushed", [True, False])
+    def test_are_read_directly_with_what_was_written_a_moment_ago(self, tmp_path, unflushed):
+        with h5py.File(tmp_path / "writing.h5", "w") as file:
+            file["a"] = GOOD
+            partly = file.create_dataset("b", (100_000, 3), "f4")
+            partly[:2] = 7
+            if not unflushed:
+                file.flush()
+
+            with Feed(file) as feed:
+                found = utterances_of(feed)
+                assert self.calls(feed) > 0
+
+            assert_equal(found, {"a": GOOD, "b": partly[:]})
+
+    @pytest.mark.parametrize("change", ["in place", "moved", "swapped"])
+    def test_that_are_written_to_are_read_through_hdf5_from_then_on(self, make, change):
+        """A dataset that was deleted and made anew may lie elsewhere, where others lay before."""
+        arrays = {f"u{i}": np.full((5, 3), i, "f4") for i in range(8)}
+        with h5py.File(make(arrays), "r+") as file, Feed(file, shuffle=False) as feed:
+            assert_equal(utterances_of(feed), arrays)
+            direct = self.calls(feed)
+
+            if change == "in place":
+                file["u3"][1] = 9
+            elif change == "moved":
+                del file["u3"]
+                file["new"] = np.ones((50, 3), "f4")
+                file["u3"] = np.full((5, 3), 9, "f4")
+            else:
+                file.move("u3", "aside")
+                file.move("u4", "u3")
+                file.move("aside", "u4")
+            now = {utt: file[utt][:] for utt in arrays}
+
+            assert_equal(utterances_of(feed), now)
+            assert self.calls(feed) == direct
+            assert any((now[utt] != arrays[utt]).any() for utt in arrays)
+
+    def test_that_are_written_to_while_they_are_read_are_read_again(self, make, monkeypatch):
+        """Between the two looks at the file, what was read directly is from before the change."""
+        arrays = {f"u{i}": np.full((5, 3), i, "f4") for i in range(8)}
+        read, written = DirectReader.read, []
+
+        def read_then_write(self, *args):
+            read(self, *args)
+            if not written:
+                file["u3"][:] = 9
+                written.append(True)
+                self.descriptors.check(0)
+
+        monkeypatch.setattr(DirectReader, "read", read_then_write)
+        with h5py.File(make(arrays), "r+") as file, Feed(file, shuffle=False) as feed:
+            found = utterances_of(feed)
+
+            assert written
+            assert_equal(found, arrays | {"u3": np.full((5, 3), 9, "f4")})
+
+    def test_that_may_write_are_the_file_that_is_open_and_not_what_has_its_name_by_now(self, make):
+        path = make({"a": GOOD})
+        with h5py.File(path, "r+") as file:
+            os.replace(make({"a": GOOD + 1}, name="other.h5"), path)
+
+            assert_equal(streamed(file), {"a": GOOD})
 
     def test_that_are_closed_are_refused(self, path):
         with h5py.File(path) as file:

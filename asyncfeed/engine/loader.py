@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from asyncfeed.engine.loaded import Array, LoadedPartition
+from asyncfeed.errors import ChangedFileError
 from asyncfeed.planning.catalog import Access, Catalog
 from asyncfeed.planning.coalesce import Reads, coalesce
 from asyncfeed.planning.placement import FieldPlacement, Placement, place
@@ -38,15 +39,18 @@ class Loader:
         self.hdf5 = HDF5Reader(library.files, library.handles)
         self.in_hdf5 = False
         """Whether this thread is inside the HDF5 library, or about to be."""
+        self.written: set[int] = set()
+        """Files that the user has written to, through the handle that we have: what is where may have changed."""
 
     def load(self, plan: Plan, partition: Partition, anchor: Array) -> LoadedPartition:
         """Read a partition of a plan into the memory of ``anchor`` and return the views of it."""
         corpus = self.library.corpus
         placement = place(partition, corpus, plan.cut)
         self._read_directly(partition, placement, anchor)
+        written = list(self.written)
         for catalog, placed in zip(corpus.catalogs, placement.fields, strict=True):
             self.in_hdf5 = True
-            self._read_through_hdf5(partition, catalog, placed, anchor)
+            self._read_through_hdf5(partition, catalog, placed, anchor, written)
             self.in_hdf5 = False
             _make_native(partition, catalog, placed, anchor)
         loaded = LoadedPartition(partition, corpus, placement, anchor)
@@ -63,9 +67,23 @@ class Loader:
         self.in_hdf5 = False
 
     def _read_directly(self, partition: Partition, placement: Placement, anchor: Array) -> None:
-        corpus = self.library.corpus
+        """Read what may be read directly, which is less when the user writes in the meantime."""
+        self.in_hdf5 = bool(self.descriptors.writable)
+        self.written |= self.descriptors.written()
+        while True:
+            try:
+                self._read_at_offsets(partition, placement, anchor)
+                break
+            except ChangedFileError:
+                if not (written := self.descriptors.written() - self.written):
+                    raise
+                self.written |= written
+        self.in_hdf5 = False
+
+    def _read_at_offsets(self, partition: Partition, placement: Placement, anchor: Array) -> None:
+        corpus, written = self.library.corpus, list(self.written)
         found = [
-            _direct_reads(partition, catalog, placed)
+            _direct_reads(partition, catalog, placed, written)
             for catalog, placed in zip(corpus.catalogs, placement.fields, strict=True)
         ]
         columns = zip(*found, strict=True)
@@ -73,8 +91,10 @@ class Loader:
         if reads.file.size:
             self.direct.read(coalesce(reads), anchor, lambda k: corpus.ids[int(partition.utts[k])])
 
-    def _read_through_hdf5(self, partition: Partition, catalog: Catalog, placed: FieldPlacement, anchor: Array) -> None:
-        others = np.flatnonzero((catalog.access[partition.utts] != Access.DIRECT) & (placed.nbytes > 0))
+    def _read_through_hdf5(
+        self, partition: Partition, catalog: Catalog, placed: FieldPlacement, anchor: Array, written: list[int]
+    ) -> None:
+        others = np.flatnonzero(~_may_be_direct(partition, catalog, written) & (placed.nbytes > 0))
         if not others.size:
             return
         key, lengths = Key(catalog.key), placed.lengths
@@ -145,10 +165,17 @@ def _owners(ends: Array, start: int, stop: int) -> Array:
     return np.repeat(np.arange(first, last + 1, dtype=np.int32), np.diff(bounds, prepend=start))
 
 
-def _direct_reads(partition: Partition, catalog: Catalog, placed: FieldPlacement) -> tuple[Array, ...]:
+def _may_be_direct(partition: Partition, catalog: Catalog, written: list[int]) -> Array:
+    """Of every slice, whether it lies where the catalog says, and as numpy has it."""
+    direct: Array = catalog.access[partition.utts] == Access.DIRECT
+    return direct & ~np.isin(catalog.file[partition.utts], written) if written else direct
+
+
+def _direct_reads(
+    partition: Partition, catalog: Catalog, placed: FieldPlacement, written: list[int]
+) -> tuple[Array, ...]:
     """The columns of `Reads` for one field."""
-    access = catalog.access[partition.utts]
-    k = np.flatnonzero((access == Access.DIRECT) & (placed.nbytes > 0))
+    k = np.flatnonzero(_may_be_direct(partition, catalog, written) & (placed.nbytes > 0))
     utts = partition.utts[k]
     frame_nbytes = placed.nbytes[k] // np.maximum(placed.lengths[k], 1)
     offset = catalog.offset[utts] + partition.starts[k] * frame_nbytes

@@ -9,12 +9,14 @@ import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import h5py
 
 from asyncfeed.errors import ChangedFileError, ClosedError, LockedFileError
 from asyncfeed.planning.catalog import FileStamp
+from asyncfeed.storage.handles import can_write, flushed_stamp
 from asyncfeed.storage.hdf5file import is_written_here, open_hdf5, stamp, translate
 
 __all__ = ["MAX_OPEN", "Descriptors", "HDF5Files", "check_unchanged"]
@@ -88,7 +90,22 @@ class Descriptors(_OpenFiles[int]):
 
     def check(self, file: int) -> None:
         """Raise `ChangedFileError` if the file is no longer what the catalog describes."""
-        check_unchanged(self._files[file], self[file])
+        expected = self._files[file]
+        found = self._flushed(file) if file in self.writable else stamp(expected.path, self[file])
+        _compare(expected, found)
+
+    def written(self) -> set[int]:
+        """Files that the user has written to, through a handle, since they were catalogued."""
+        return {file for file in self.writable if self._flushed(file) != self._files[file]}
+
+    def _flushed(self, file: int) -> FileStamp:
+        path = self._files[file].path
+        return flushed_stamp(_still_open(self._handles[file], path), path)
+
+    @cached_property
+    def writable(self) -> set[int]:
+        """Files of which the user's handle can write."""
+        return {file for file, handle in self._handles.items() if handle and can_write(handle)}
 
     def path(self, file: int) -> str:
         """The path of a file, for messages."""
@@ -136,7 +153,10 @@ def _still_open(handle: h5py.Group, path: str) -> h5py.Group:
 
 def check_unchanged(expected: FileStamp, fd: int | None = None) -> None:
     """Compare a file, or an open descriptor of it, with its stamp."""
-    found = stamp(expected.path, fd)
+    _compare(expected, stamp(expected.path, fd))
+
+
+def _compare(expected: FileStamp, found: FileStamp) -> None:
     if found == expected:
         return
     changes = [

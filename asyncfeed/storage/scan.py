@@ -22,6 +22,7 @@ from asyncfeed.planning.strings import Strings
 from asyncfeed.storage.blocks import Blocks
 from asyncfeed.storage.datatypes import Stored, examine
 from asyncfeed.storage.direct import available as direct_reads_available
+from asyncfeed.storage.handles import can_write, stamp_of, without_written
 from asyncfeed.storage.hdf5file import can_decode, is_written_here, open_hdf5, stamp, translate
 from asyncfeed.storage.headers import Header, Headers, HeadersError
 from asyncfeed.storage.source import Container, Key
@@ -52,10 +53,10 @@ def scan(container: Container, *, progress: Progress | None = None, stop: thread
         ClosedError: ``stop`` was set meanwhile.
     """
     if container.handle is not None:
-        return _Scan(container, container.handle, progress, stop).run()
+        return without_written(_Scan(container, container.handle, progress, stop).run(), container.handle)
     before = stamp(container.path)
     with open_hdf5(container.path) as file:
-        if _may_read_directly(container, file):
+        if _lies_open(container, file):
             stopped = stop.is_set if stop is not None else lambda: False
             with (
                 contextlib.suppress(HeadersError),  # which are no more than a shortcut
@@ -90,9 +91,9 @@ class _Scan:
         self.key = Key(container.key, container.name)
         self.pattern = container.key
         self.progress, self.stop = progress, stop
-        self.files = [before or _stamp_of_handle(root)]
+        self.files = [before or stamp_of(root)]
         self.file_of: dict[str, int] = {root.file.filename: 0}
-        self.direct = [_may_read_directly(container, root)]
+        self.direct = [_lies_open(container, root)]
         self.headers = headers
         self.templates: dict[int, Stored] = {}
         self.unopened = array("q")
@@ -372,17 +373,11 @@ class _Scan:
             return bool(file.read(len(wanted)) == wanted)
 
 
-def _stamp_of_handle(root: h5py.Group) -> FileStamp:
-    path = root.file.filename
-    return stamp(path) if os.path.exists(path) else FileStamp(path, 0, 0, 0)
-
-
-def _may_read_directly(container: Container, root: h5py.Group) -> bool:
-    if not direct_reads_available():
+def _lies_open(container: Container, root: h5py.Group) -> bool:
+    """Whether the bytes of a file may be read beside HDF5."""
+    if not direct_reads_available() or root.file.driver != "sec2":
         return False
-    if container.handle is None:
-        return not is_written_here(container.path)
-    return bool(root.file.mode == "r" and root.file.driver == "sec2" and not is_written_here(root.file.filename))
+    return (container.handle is not None and can_write(root)) or not is_written_here(container.path)
 
 
 def _identity(group: h5g.GroupID) -> tuple[int, int]:
