@@ -205,6 +205,26 @@ def test_file_order_does_not_mix_and_one_partition_mixes_perfectly():
     assert plan_of(small, True, partition_nbytes=1 << 30).mixing().number == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rest", [1, 20, 300])
+def test_a_file_that_is_sorted_by_class_is_mixed_until_the_end(seed, rest):
+    """Also if a few utterances are left when the partitions before are full."""
+    num_frames, per_partition = 100, 400
+    corpus = corpus_of(np.full(4 * per_partition + rest, num_frames))
+    cut, overhead = Cut(unit_nbytes=12), 128
+    partition_nbytes = per_partition * num_frames * (FRAME_NBYTES + 12) + overhead
+    plan = plan_of(corpus, True, partition_nbytes=partition_nbytes, seed=seed, cut=cut)
+    classes = []
+    for partition in plan:
+        order = np.arange(partition.lengths.sum(), dtype=np.int32)
+        plan.order_units(partition, order)
+        classes.append((np.repeat(partition.utts, partition.lengths) * 10 // len(corpus))[order])
+
+    for window in np.array_split(np.concatenate(classes), len(corpus) * num_frames // 1000):
+        shares = np.bincount(window, minlength=10) / window.size
+        assert abs(shares - 0.1).max() < 0.09
+
+
 def test_interleaved_blocks_mix_almost_as_well_as_utterances_and_read_together():
     rng = np.random.default_rng(0)
     corpus = corpus_of(rng.integers(300, 1500, 4000))

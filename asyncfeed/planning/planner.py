@@ -226,7 +226,11 @@ def _slack(corpus: Corpus) -> int:
 
 
 def _pack(charge: Integers, room: int, partition_nbytes: int) -> tuple[Integers, Integers]:
-    """Partition edges by next-fit: each partition takes slices until the next one would not fit."""
+    """Partition edges by next-fit: each partition takes slices until the next one would not fit.
+
+    The last two share what there is for them: frames are mixed with those of their partition, and a last one of a few
+    utterances would mix badly.
+    """
     total = np.concatenate(([0], np.cumsum(charge)))
     edges, limit = [0], min(FIRST_PARTITION_NBYTES, room)
     while edges[-1] < charge.size:
@@ -234,6 +238,11 @@ def _pack(charge: Integers, room: int, partition_nbytes: int) -> tuple[Integers,
         last = int(np.searchsorted(total, total[first] + limit, side="right")) - 1
         edges.append(max(last, first + 1))
         limit = min(2 * limit, room)
+    if len(edges) > 2:
+        begin, _, end = total[edges[-3:]].tolist()
+        middle = int(np.searchsorted(total, (begin + end) / 2))
+        if edges[-3] < middle < edges[-2] and end - total[middle] <= room:
+            edges[-2] = middle
     inner = np.array(edges, np.int64)
     return inner, np.diff(total[inner]) + (partition_nbytes - room)
 
