@@ -71,8 +71,8 @@ class Feed:
         rank: which share of the epoch is streamed here; by default the environment variable ``RANK``, or 0.
         world_size: into how many shares it is divided; by default ``WORLD_SIZE``, or 1. The order of the epoch does not
             depend on it: each rank goes through a part of the same order.
-        even: as many items on every rank, known in advance by each without talking: ``"drop"`` leaves out the last frames
-            of those that have more, ``"pad"`` repeats the first ones of those that have fewer; None gives each what it has.
+        even: as many items on every rank, known in advance by each without talking: ``"drop"`` leaves out what does not
+            come out even, less than one item per rank, and ``"pad"`` repeats some of the first; None gives each what it has.
         unreadable: datasets that cannot be streamed and files that cannot be opened are errors (``"raise"``) or are
             left out and listed in ``skipped`` (``"skip"``).
         index: keep the catalog of each file for the next time (``"auto"``) or scan every time (``"off"``).

@@ -69,29 +69,62 @@ def make_plan(
         starts = np.zeros_like(stops)
     else:
         utts, starts, stops = _slices(corpus, order.rows(corpus, seed=seed, epoch=epoch), cut, own, turns)
-    room = partition_nbytes - ALIGNMENT * (len(corpus.fields) + 1)
+    limits = _Limits(partition_nbytes, partition_nbytes - ALIGNMENT * (len(corpus.fields) + 1), segments)
     units = np.zeros_like(stops) if cut.whole else cut.count(stops - starts)
-    charge = _charge(corpus)[utts] + units * cut.unit_nbytes
-    large = np.flatnonzero(charge > room)
-    if groups is not None:
-        charge = np.diff(np.concatenate(([0], np.cumsum(charge)))[groups])
-        _check_groups(corpus, utts, groups, charge, partition_nbytes, room, segments)
-    elif large.size:
-        need = charge[large] if cut.whole else _least(corpus, utts, units, charge, large, cut)
-        worst = int(np.argmax(need))
-        if need[worst] > room:
-            of = "" if cut.whole else "one frame of " if cut.length == 1 else "one window of "
-            overhead = partition_nbytes - room
-            raise _too_large(
-                corpus, int(utts[large[worst]]), int(need[worst]) + overhead, partition_nbytes, segments, of
-            )
-        pieces = _cut(corpus, _Pieces(utts, starts, stops, charge), units, large, room, cut)
-        utts, starts, stops, charge = (pieces.utts, pieces.starts, pieces.stops, pieces.charge)
-    edges, sizes = _pack(charge, room, partition_nbytes)
-    if groups is not None:
+    pieces = _Pieces(utts, starts, stops, _charge(corpus)[utts] + units * cut.unit_nbytes)
+    if groups is None:
+        pieces = _fitting(corpus, pieces, units, cut, limits)
+        edges, sizes = _pack(pieces.charge, limits)
+    else:
+        edges, sizes = _pack(_charge_of_groups(corpus, pieces, groups, limits), limits)
         edges = groups[edges]
-    plan = Plan(utts, starts, stops, edges, sizes, partition_nbytes, order, seed, epoch, *own, cut, corpus, groups)
+    plan = Plan(
+        pieces.utts,
+        pieces.starts,
+        pieces.stops,
+        edges,
+        sizes,
+        partition_nbytes,
+        order,
+        seed,
+        epoch,
+        *own,
+        cut,
+        corpus,
+        groups,
+    )
     return share_of(plan, rank, world_size) if runs else plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """How large partitions may be, in bytes."""
+
+    partition_nbytes: int
+    room: int
+    """What is left of that for slices and their tables."""
+    segments: int
+
+    def refuse(self, corpus: Corpus, row: int, need: int, of: str) -> BudgetError:
+        """What to say of an utterance, or something ``of`` it, that needs so much room."""
+        need += self.partition_nbytes - self.room
+        need = -(-need // PAGE_NBYTES) * PAGE_NBYTES
+        budget, had = need * self.segments, self.partition_nbytes * self.segments
+        return BudgetError(
+            f"{of}utterance {corpus.ids[row]!r} takes {need} bytes in a partition, and a budget of {had} bytes "
+            f"({format_nbytes(had)}) for {self.segments} partitions (prefetch + 1) gives each {self.partition_nbytes}; "
+            f"the smallest sufficient budget is memory_budget={budget} ({format_nbytes(budget)})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Utterances, or parts of them, and the bytes that each takes."""
+
+    utts: Integers
+    starts: Integers
+    stops: Integers
+    charge: Integers
 
 
 def _slices(
@@ -140,15 +173,27 @@ def _strided(count: int, rank: int, world_size: int, skip: int, even: Even | Non
     return units[rank::world_size]
 
 
-def _check_groups(
-    corpus: Corpus, utts: Integers, groups: Integers, charge: Integers, partition_nbytes: int, room: int, segments: int
-) -> None:
-    """Raise `BudgetError` if a batch is larger than a partition."""
-    worst = int(np.argmax(charge)) if charge.size else 0
-    if charge.size and charge[worst] > room:
+def _charge_of_groups(corpus: Corpus, pieces: _Pieces, groups: Integers, limits: _Limits) -> Integers:
+    """The bytes of every batch. Raises `BudgetError` if one is larger than a partition."""
+    charge = np.diff(np.concatenate(([0], np.cumsum(pieces.charge)))[groups])
+    if charge.size and charge.max() > limits.room:
+        worst = int(np.argmax(charge))
         of = f"the batch of {groups[worst + 1] - groups[worst]} utterances that begins with "
-        need = int(charge[worst]) + partition_nbytes - room
-        raise _too_large(corpus, int(utts[groups[worst]]), need, partition_nbytes, segments, of)
+        raise limits.refuse(corpus, int(pieces.utts[groups[worst]]), int(charge[worst]), of)
+    return charge
+
+
+def _fitting(corpus: Corpus, pieces: _Pieces, units: Integers, cut: Cut, limits: _Limits) -> _Pieces:
+    """The pieces, those cut that are larger than a partition. Raises `BudgetError` if one may not be, or not so far."""
+    large = np.flatnonzero(pieces.charge > limits.room)
+    if not large.size:
+        return pieces
+    need = pieces.charge[large] if cut.whole else _least(corpus, pieces, units, large, cut)
+    worst = int(np.argmax(need))
+    if need[worst] > limits.room:
+        of = "" if cut.whole else "one frame of " if cut.length == 1 else "one window of "
+        raise limits.refuse(corpus, int(pieces.utts[large[worst]]), int(need[worst]), of)
+    return _cut(corpus, pieces, units, large, limits.room, cut)
 
 
 def _interleaved(corpus: Corpus, utts: Integers, nbytes: int, seed: int, epoch: int) -> Integers:
@@ -180,18 +225,10 @@ def _aligned(nbytes: Integers) -> Integers:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    utts: Integers
-    starts: Integers
-    stops: Integers
-    charge: Integers
-
-
-def _least(corpus: Corpus, utts: Integers, units: Integers, charge: Integers, large: Integers, cut: Cut) -> Integers:
-    """Bytes that each ``large`` utterance takes at least: those of one unit, or of all of it where that is less."""
-    one_unit = cut.length * corpus.frame_nbytes[utts[large]] + cut.unit_nbytes + _slack(corpus)
-    return np.where(units[large] > 0, np.minimum(one_unit, charge[large]), 0)
+def _least(corpus: Corpus, pieces: _Pieces, units: Integers, large: Integers, cut: Cut) -> Integers:
+    """Bytes that each ``large`` piece takes at least: those of one unit, or of all of it where that is less."""
+    one_unit = cut.length * corpus.frame_nbytes[pieces.utts[large]] + cut.unit_nbytes + _slack(corpus)
+    return np.where(units[large] > 0, np.minimum(one_unit, pieces.charge[large]), 0)
 
 
 def _cut(corpus: Corpus, pieces: _Pieces, units: Integers, large: Integers, room: int, cut: Cut) -> _Pieces:
@@ -225,13 +262,14 @@ def _slack(corpus: Corpus) -> int:
     return ALIGNMENT * len(corpus.fields) if corpus.mixed else 0
 
 
-def _pack(charge: Integers, room: int, partition_nbytes: int) -> tuple[Integers, Integers]:
+def _pack(charge: Integers, limits: _Limits) -> tuple[Integers, Integers]:
     """Partition edges by next-fit: each partition takes slices until the next one would not fit.
 
     The last two share what there is for them: frames are mixed with those of their partition, and a last one of a few
     utterances would mix badly.
     """
     total = np.concatenate(([0], np.cumsum(charge)))
+    room = limits.room
     edges, limit = [0], min(FIRST_PARTITION_NBYTES, room)
     while edges[-1] < charge.size:
         first = edges[-1]
@@ -244,14 +282,4 @@ def _pack(charge: Integers, room: int, partition_nbytes: int) -> tuple[Integers,
         if edges[-3] < middle < edges[-2] and end - total[middle] <= room:
             edges[-2] = middle
     inner = np.array(edges, np.int64)
-    return inner, np.diff(total[inner]) + (partition_nbytes - room)
-
-
-def _too_large(corpus: Corpus, row: int, need: int, partition_nbytes: int, segments: int, of: str = "") -> BudgetError:
-    need = -(-need // PAGE_NBYTES) * PAGE_NBYTES
-    budget, had = need * segments, partition_nbytes * segments
-    return BudgetError(
-        f"{of}utterance {corpus.ids[row]!r} takes {need} bytes in a partition, and a budget of {had} bytes "
-        f"({format_nbytes(had)}) for {segments} partitions (prefetch + 1) gives each {partition_nbytes}; "
-        f"the smallest sufficient budget is memory_budget={budget} ({format_nbytes(budget)})"
-    )
+    return inner, np.diff(total[inner]) + (limits.partition_nbytes - room)
