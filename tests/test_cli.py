@@ -771,6 +771,18 @@ def test_shards_of_one_array_each_have_an_index_each(ask, put, scans, tmp_path):
     assert scans == []
 
 
+def test_an_index_of_a_shard_serves_the_shard_alone_where_the_file_has_ids(ask, put, scans, tmp_path):
+    source = put(name="shard-x.h5", **DIVIDED["lengths and ids"])
+    ask("index", f"{tmp_path}/shard-*.h5", *options(source))
+    scans.clear()
+
+    found = whole(source)
+
+    assert scans == []
+    beside(source.path).unlink()
+    assert equal(found, whole(source))
+
+
 @pytest.mark.parametrize("name", ["*", "{utt}"])
 def test_an_index_is_none_of_the_files_that_a_glob_matches(ask, path, tmp_path, name):
     everything = f"{tmp_path}/{name}"

@@ -155,7 +155,8 @@ class Container:
         if self.slices is None and not Key(self.key).fixed:
             return self.key
         paths = astuple(self.slices) if self.slices else ()
-        return "\0".join((self.key, self.name, *(path or "" for path in paths)))
+        name = "" if self.slices and self.slices.ids else self.name  # which goes into ids, where the file has none
+        return "\0".join((self.key, name, *(path or "" for path in paths)))
 
 
 def fields_of(source: AnySource) -> tuple[dict[str, list[Container]], bool]:
