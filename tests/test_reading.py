@@ -211,7 +211,7 @@ class Refusing:
         results[::2] //= 2
         return results
 
-    def close(self) -> None:
+    def release(self) -> None:
         self.real.close()
 
 
@@ -255,6 +255,38 @@ def test_a_submission_that_the_kernel_refuses_altogether_brings_nothing():
 
     submission.close()
     assert results.tolist() == [0, 0, 0]
+
+
+@needs_submission
+def test_a_submission_that_was_released_is_taken_again_but_not_by_a_fork():
+    submission = libc.find_submission()
+    submission.release()
+
+    assert libc.find_submission() is submission
+    submission.release()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = int(libc.find_submission() is submission)
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert libc.find_submission() is submission
+    submission.close()
+
+
+@needs_submission
+def test_readers_one_after_the_other_share_a_submission(scattered, monkeypatch):
+    path, wanted = scattered
+    library = open_library(path, includes=list(wanted))
+    taken = []
+    monkeypatch.setattr(direct, "find_submission", lambda: taken.append(libc.find_submission()) or taken[-1])
+
+    for _ in range(3):
+        assert same(Loaded(library, partition_nbytes=4 * MIB).arrays, wanted)
+
+    assert taken[0] is taken[1] is taken[2]
 
 
 # -- how many calls ----------------------------------------------------------------------------------------------

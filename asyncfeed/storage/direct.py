@@ -68,14 +68,14 @@ class DirectReader:
         self._cold = True
 
     def close(self) -> None:
-        """Give back what the kernel lent."""
+        """Give back what was lent."""
         submission = self.__dict__.get("_submission")
         if submission is not None:
-            submission.close()
+            submission.release()
 
     @cached_property
     def _submission(self) -> Submission | None:
-        """Made when it is first wanted: the kernel takes its time (17 ms) to take one back."""
+        """Taken when it is first wanted."""
         return find_submission()
 
     def read(self, calls: Calls, memory: NDArray[np.uint8], name_of: Callable[[int], str]) -> None:

@@ -5,12 +5,14 @@ Arguments are addresses and numbers; whoever calls keeps the memory alive. Each 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import platform
 import sys
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 
@@ -85,7 +87,23 @@ class Submission:
 
     MAX_READS = 1024
 
+    SPARE = 2
+    """Contexts that are kept for later: taking one back keeps the kernel busy for 17 ms, which is a tenth of many an epoch."""
+
+    _spare: ClassVar[list[Submission]] = []  # of the process, since the kernel counts them so, and gives none to a fork
+
+    @classmethod
+    def take(cls) -> Submission:
+        """One that was released, or a new one. Raises `OSError` if the system has none to give."""
+        while cls._spare:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                if (found := cls._spare.pop()).pid == os.getpid():
+                    return found
+        return cls()
+
     def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._at_work = False
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         self._syscall.restype = ctypes.c_long
         self._setup, self._destroy, self._getevents, self._submit = _SYSCALLS[platform.machine()]
@@ -93,9 +111,16 @@ class Submission:
         self._call(self._setup, self.MAX_READS, ctypes.addressof(self._context))
         self._events = np.empty(self.MAX_READS, EVENT)
 
+    def release(self) -> None:
+        """Leave it to whoever takes one next. Whoever releases it must not use it any longer."""
+        if self._at_work or self.pid != os.getpid() or len(self._spare) >= self.SPARE:
+            self.close()
+        else:
+            self._spare.append(self)
+
     def close(self) -> None:
         """Give the context back to the kernel."""
-        if self._context.value:
+        if self._context.value and self.pid == os.getpid():
             self._call(self._destroy, self._context.value)
             self._context.value = 0
 
@@ -106,9 +131,11 @@ class Submission:
         """
         results = np.zeros(requests.size, np.int64)
         pointers = requests.ctypes.data + np.arange(requests.size, dtype=np.uint64) * np.uint64(IOCB.itemsize)
+        self._at_work = True
         try:
             taken = self._call(self._submit, self._context.value, requests.size, pointers.ctypes.data)
         except OSError:
+            self._at_work = False
             return results  # not even the first was taken: some file systems do not offer this
         done = 0
         while done < taken:
@@ -118,6 +145,7 @@ class Submission:
                 )
             )
             results[self._events["data"][:got]] = self._events["result"][:got]
+        self._at_work = False
         return results
 
     def _call(self, number: int, *arguments: int) -> int:
@@ -129,11 +157,11 @@ class Submission:
 
 
 def find_submission() -> Submission | None:
-    """A new context for many reads in one call; None where the system has none to give."""
+    """A context for many reads in one call; None where the system has none to give."""
     if sys.platform != "linux" or platform.machine() not in _SYSCALLS:
         return None
     try:
-        return Submission()
+        return Submission.take()
     except OSError:  # forbidden by a sandbox, or all contexts of the machine (fs.aio-max-nr) are taken
         return None
 
