@@ -32,7 +32,6 @@ STUB = '__version__ = "2.11.0"\n'
 
 WITHOUT = """
 import sys
-sys.modules["speechbrain"] = None  # as if it was not installed
 
 from asyncfeed.compat.speechbrain import CachedHDF5DynamicItem
 
@@ -47,14 +46,24 @@ for use in (
 """
 
 
-def test_without_speechbrain_the_module_is_imported_and_the_class_says_what_to_install(tmp_path):
+@pytest.mark.parametrize("kind", ["ImportError", "OSError"])
+def test_without_speechbrain_the_module_is_imported_and_the_class_says_what_to_install(tmp_path, kind):
+    # Not installed, or with a library that does not fit, as an interpreter sees it that looks for it here first.
+    (tmp_path / "speechbrain.py").write_text(f"raise {kind}('it cannot be loaded')")
+    (tmp_path / "uses.py").write_text(WITHOUT)
+
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, tmp_path / "feats"], check=True, capture_output=True, text=True, timeout=PATIENT
+        [sys.executable, tmp_path / "uses.py", tmp_path / "feats"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=PATIENT,
     )
 
     lines = done.stdout.splitlines()
     assert len(lines) == 2
-    assert all('pip install "asyncfeed[speechbrain]"' in line and "ModuleNotFoundError" in line for line in lines)
+    assert all('(it cannot be loaded): pip install "asyncfeed[speechbrain]"' in line for line in lines)
+    assert all(line.endswith(f" {kind}") for line in lines)
     assert not (tmp_path / "feats").exists()
 
 

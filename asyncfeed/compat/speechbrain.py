@@ -27,10 +27,10 @@ from asyncfeed.compat.shelf import Shelf
 from asyncfeed.errors import CacheMissError, ItemTypeError, ModeError, StaleCacheError
 from asyncfeed.storage.generations import DEFAULT_FILENAME, Generations
 
-_missing: ImportError | None = None
+_missing: Exception | None = None
 try:
     from speechbrain.utils.data_pipeline import CachedDynamicItem, DynamicItem
-except ImportError as error:
+except (ImportError, OSError) as error:  # OSError: of a torchaudio whose libraries do not fit the torch that is there
     _missing = error
     CachedDynamicItem = DynamicItem = object
 
