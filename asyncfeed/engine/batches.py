@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncfeed.engine.forms import TABLES_NBYTES, Block, Form, Frames, Lookup, Pace
+from asyncfeed.engine.forms import TABLES_NBYTES, Block, Form, Frames, Lookup, Pace, with_names
 from asyncfeed.engine.loaded import Array, LoadedPartition, Rows
 from asyncfeed.errors import ArgumentError, ShapeError
 from asyncfeed.planning.grouping import Grouping
@@ -92,11 +93,11 @@ class _Gathering:
         self.columns = [np.empty((size, *rows.shape[1:]), rows.dtype) for rows in columns]
 
     def add(self, found: Frames, columns: list[Array]) -> None:
-        span = slice(len(self.utts), len(self.utts) + len(found.utts))
+        span = slice(len(self.utts), len(self.utts) + found.rows.size)
         self.indices[span] = found.indices
         for mine, column in zip(self.columns, columns, strict=True):
             mine[span] = column[found.rows]
-        self.utts += found.utts
+        self.utts += found.utts.tolist()
 
     def batch(self, names: tuple[str, ...] | None) -> Batch:
         filled = len(self.utts)
@@ -151,21 +152,14 @@ class Batches(Form[Batch]):
             done = stop
 
     def _whole(self, found: Frames, columns: list[Array], names: tuple[str, ...] | None) -> Block[Batch]:
-        """Batches that one partition fills. What can be looked up for many at once has been.
-
-        Not a generator, which a second consumer could not enter while the first is in it.
-        """
-
-        def gather(start: int) -> Batch:
-            span = slice(start, start + self.size)
-            rows = found.rows[span]
-            # clip: without looking for indices that are out of bounds, which ours are not
-            gathered = [column.take(rows, axis=0, mode="clip") for column in columns]
-            return _batch(found.utts[span], found.indices[span], gathered, names)
-
-        starts = range(0, len(found.utts), self.size)
-        left = iter(starts)
-        return Block(map(gather, left), len(starts), left)
+        """Batches that one partition fills. What can be looked up for many at once has been, and the rest is left to C."""
+        rows = found.rows.reshape(-1, self.size)
+        # clip: without looking for indices that are out of bounds, which ours are not
+        gathered: list[Iterator[Any]] = [map(partial(column.take, axis=0, mode="clip"), rows) for column in columns]
+        utts = found.utts.reshape(-1, self.size).tolist()
+        left = iter(utts)
+        items = map(Batch, left, found.indices.reshape(-1, self.size), with_names(names, gathered))
+        return Block(items, len(utts), left)
 
     def rest(self) -> Iterator[Block[Batch]]:
         gathering, self._gathering = self._gathering, None

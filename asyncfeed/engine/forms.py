@@ -32,6 +32,7 @@ __all__ = [
     "Utterances",
     "Window",
     "Windows",
+    "with_names",
 ]
 
 Item = TypeVar("Item")
@@ -148,7 +149,8 @@ class Form(ABC, Generic[Item]):
 class Frames(NamedTuple):
     """Some frames of a partition."""
 
-    utts: list[str]
+    utts: NDArray[Any]
+    """The id of each one's utterance."""
     indices: NDArray[np.int64]
     """Their numbers in their utterances."""
     rows: NDArray[Any]
@@ -173,7 +175,7 @@ class Lookup:
         return self._found(rows, np.searchsorted(self.ends, rows, side="right"))
 
     def _found(self, rows: NDArray[Any], owners: NDArray[Any]) -> Frames:
-        return Frames(self.ids.take(owners).tolist(), self.to_index.take(owners) + rows, rows, owners)
+        return Frames(self.ids.take(owners), self.to_index.take(owners) + rows, rows, owners)
 
 
 class Triplets(Form[Triplet]):
@@ -207,10 +209,10 @@ class Triplets(Form[Triplet]):
         total = min(partition.order.size, partition.stop_unit)
         while done < total:
             found = look_up(done, min(done + pace.size, total))
-            left = iter(found.utts)
+            left = iter(found.utts.tolist())
             items = zip(left, found.indices.tolist(), _frames_at(partition, found), strict=False)
-            yield Block(items, len(found.utts), left)
-            done += len(found.utts)
+            yield Block(items, found.rows.size, left)
+            done += found.rows.size
 
 
 def _all_frames(partition: LoadedPartition, first: int) -> Iterator[Any]:
@@ -221,14 +223,14 @@ def _all_frames(partition: LoadedPartition, first: int) -> Iterator[Any]:
         columns.append(
             iter(rows[first:]) if rows is not None else islice(chain.from_iterable(field.arrays), first, None)
         )
-    return _named(partition, columns)
+    return with_names(partition.names, columns)
 
 
-def _named(partition: LoadedPartition, columns: list[Iterator[Any]]) -> Iterator[Any]:
+def with_names(names: tuple[str, ...] | None, columns: list[Iterator[Any]]) -> Iterator[Any]:
     """Iterate over one field as it is, over several as dicts."""
-    if partition.names is None:
+    if names is None:
         return columns[0]
-    return map(dict, map(zip, repeat(partition.names), zip(*columns, strict=False)))
+    return map(dict, map(zip, repeat(names), zip(*columns, strict=False)))
 
 
 def _frames_at(partition: LoadedPartition, found: Frames) -> Iterator[Any]:
@@ -243,7 +245,7 @@ def _frames_at(partition: LoadedPartition, found: Frames) -> Iterator[Any]:
             arrays = map(field.arrays.__getitem__, found.owners.tolist())
             inside = found.indices - partition.starts.take(found.owners)
             columns.append(map(getitem, arrays, inside.tolist()))
-    return _named(partition, columns)
+    return with_names(partition.names, columns)
 
 
 class Utterances(Form[tuple[str, Rows]]):
