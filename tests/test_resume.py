@@ -343,6 +343,18 @@ def test_even_ranks_get_as_much_as_their_length_says(file, form, world_size, eve
         assert each[0][0] * world_size >= whole - world_size
 
 
+@pytest.mark.parametrize("even", ["drop", "pad"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("world_size", [3, 150])
+def test_even_ranks_get_as_much_as_their_length_says_in_order_too(file, form, world_size, even):
+    counts = []
+    for rank in (0, 1, world_size - 1):
+        with feed_of(file, rank=rank, world_size=world_size, even=even, shuffle=False) as feed:
+            counts += [len(FORMS[form](feed)), len(names(feed, form))]
+
+    assert len(set(counts)) == 1
+
+
 @pytest.mark.parametrize("shuffle", ORDERS)
 @pytest.mark.parametrize("even", ["drop", "pad"])
 def test_even_ranks_leave_out_or_repeat_less_than_one_step(file, even, shuffle):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncfeed.engine.forms import TABLES_NBYTES, Block, Form, Frames, Lookup, Pace, with_names
+from asyncfeed.engine.forms import TABLES_NBYTES, Block, Form, Frames, Lookup, Pace
 from asyncfeed.engine.loaded import Array, LoadedPartition, Rows
 from asyncfeed.errors import ArgumentError, ShapeError
 from asyncfeed.planning.grouping import Grouping
@@ -152,13 +151,19 @@ class Batches(Form[Batch]):
             done = stop
 
     def _whole(self, found: Frames, columns: list[Array], names: tuple[str, ...] | None) -> Block[Batch]:
-        """Batches that one partition fills. What can be looked up for many at once has been, and the rest is left to C."""
-        rows = found.rows.reshape(-1, self.size)
-        # clip: without looking for indices that are out of bounds, which ours are not
-        gathered: list[Iterator[Any]] = [map(partial(column.take, axis=0, mode="clip"), rows) for column in columns]
+        """Batches that one partition fills. What can be looked up for many at once has been.
+
+        Not a generator, which a second consumer could not enter while the first is in it; nor maps within maps, which the
+        second may free while the first, gathering, has let go of the GIL: a function is held by its frame.
+        """
+
+        def gather(utts: list[str], indices: NDArray[np.int64], rows: Array) -> Batch:
+            # clip: without looking for indices that are out of bounds, which ours are not
+            return _batch(utts, indices, [column.take(rows, axis=0, mode="clip") for column in columns], names)
+
         utts = found.utts.reshape(-1, self.size).tolist()
         left = iter(utts)
-        items = map(Batch, left, found.indices.reshape(-1, self.size), with_names(names, gathered))
+        items = map(gather, left, found.indices.reshape(-1, self.size), found.rows.reshape(-1, self.size))
         return Block(items, len(utts), left)
 
     def rest(self) -> Iterator[Block[Batch]]:

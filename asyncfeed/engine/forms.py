@@ -32,7 +32,6 @@ __all__ = [
     "Utterances",
     "Window",
     "Windows",
-    "with_names",
 ]
 
 Item = TypeVar("Item")
@@ -223,10 +222,10 @@ def _all_frames(partition: LoadedPartition, first: int) -> Iterator[Any]:
         columns.append(
             iter(rows[first:]) if rows is not None else islice(chain.from_iterable(field.arrays), first, None)
         )
-    return with_names(partition.names, columns)
+    return _with_names(partition.names, columns)
 
 
-def with_names(names: tuple[str, ...] | None, columns: list[Iterator[Any]]) -> Iterator[Any]:
+def _with_names(names: tuple[str, ...] | None, columns: list[Iterator[Any]]) -> Iterator[Any]:
     """Iterate over one field as it is, over several as dicts."""
     if names is None:
         return columns[0]
@@ -245,7 +244,7 @@ def _frames_at(partition: LoadedPartition, found: Frames) -> Iterator[Any]:
             arrays = map(field.arrays.__getitem__, found.owners.tolist())
             inside = found.indices - partition.starts.take(found.owners)
             columns.append(map(getitem, arrays, inside.tolist()))
-    return with_names(partition.names, columns)
+    return _with_names(partition.names, columns)
 
 
 class Utterances(Form[tuple[str, Rows]]):
