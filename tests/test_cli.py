@@ -384,6 +384,16 @@ def test_plan_tells_the_rank_and_the_order(ask, path):
     assert "as in the file" in out
 
 
+def test_what_two_ranks_share_is_not_said_to_be_too_large(ask, make):
+    path = make({"a": np.zeros((101, 8), "f4")})
+
+    for rank in range(2):
+        _, out, _ = ask("plan", path, "--rank", rank, "--world-size", 2)
+
+        assert f"frames       {50 + rank}" in out
+        assert "larger than" not in out
+
+
 def test_a_long_plan_is_shown_in_part(ask, make):
     path = make(features(200))
 

@@ -513,13 +513,17 @@ def test_the_order_that_a_seed_stands_for_never_changes():
 
 
 @settings(max_examples=70)
-@given(corpora(), cuts(), PAGES, st.booleans())
-def test_slices_are_aligned_and_disjoint_and_inside_the_partition(corpus, cut, pages, shuffle):
-    plan = plan_or_skip(corpus, partition_nbytes=pages * PAGE_NBYTES, shuffle=shuffle, cut=cut)
+@given(corpora(), cuts(), PAGES, st.booleans(), st.integers(1, 4))
+def test_slices_are_aligned_and_disjoint_and_inside_the_partition(corpus, cut, pages, shuffle, world_size):
+    options = {"partition_nbytes": pages * PAGE_NBYTES, "shuffle": shuffle, "cut": cut, "world_size": world_size}
+    plan = plan_or_skip(corpus, rank=world_size - 1, **options)
 
     for partition in plan:
         placement = place(partition, corpus, cut)
-        assert placement.nbytes <= partition.nbytes
+        assert placement.nbytes <= partition.nbytes <= plan.partition_nbytes
+        if placement.num_units:
+            units = partition.before + placement.num_units + partition.after
+            assert placement.tables + 4 * units <= partition.nbytes
         used = [(placement.tables, placement.nbytes)]
         for field in placement.fields:
             used += zip(field.begin.tolist(), (field.begin + field.nbytes).tolist(), strict=True)

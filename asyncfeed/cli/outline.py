@@ -68,7 +68,9 @@ def outline(feed: Feed) -> Outline:
         budget=budget,
         num_segments=min(budget.nbytes // budget.partition_nbytes, len(plan)),
         segment_nbytes=session.segment_nbytes,
-        num_cut=int(np.unique(plan.utts[plan.starts > 0]).size),
+        num_cut=int(
+            np.unique(plan.utts[1:][plan.starts[1:] > 0]).size
+        ),  # the first one may be shared with another rank
         first=tuple(_row(feed, plan, number) for number in range(first)),
         last=tuple(_row(feed, plan, number) for number in last),
     )

@@ -64,7 +64,7 @@ def _run(plan: Plan, bounds: Integers, rank: int, world_size: int) -> Plan:
         stops[-1] = begun + plan.cut.end(stop - bounds[last - 1], stops[-1] - begun)
     low = int(np.searchsorted(plan.edges, first, side="right")) - 1
     high = int(np.searchsorted(plan.edges, last))
-    return replace(
+    own = replace(
         own,
         utts=plan.utts[first:last].copy(),
         starts=starts,
@@ -75,6 +75,15 @@ def _run(plan: Plan, bounds: Integers, rank: int, world_size: int) -> Plan:
         before=start - int(bounds[plan.edges[low]]),
         after=int(bounds[plan.edges[high]]) - stop,
     )
+    for number in {0, len(own) - 1}:  # which may be parts; tables are needed for the whole of them
+        own.sizes[number] -= _nbytes(plan, low + number) - _nbytes(own, number)
+    return own
+
+
+def _nbytes(plan: Plan, number: int) -> int:
+    """Bytes of the frames of a partition."""
+    part = slice(plan.edges[number], plan.edges[number + 1])
+    return int(((plan.stops[part] - plan.starts[part]) * plan.corpus.frame_nbytes[plan.utts[part]]).sum())
 
 
 def _slices(bounds: Integers, start: int, stop: int, *, is_last: bool) -> tuple[int, int]:
